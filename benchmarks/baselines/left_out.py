@@ -22,14 +22,14 @@ _FLAT = ("--pipeline.locality.relays", "False")
 _WHOLE = ("--pipeline.locality.patches", "1")
 
 
-def leave_out(part: str) -> list[str]:
+def ablate(part: str) -> list[str]:
     """Replace a part of the scheme in this process; return further options of ns-train.
 
     Raises:
         ValueError: there is no such part.
     """
     if part not in PARTS:
-        raise ValueError(f"leave_out: there is no part {part!r}; the parts are {', '.join(PARTS)}")
+        raise ValueError(f"ablate: there is no part {part!r}; the parts are {', '.join(PARTS)}")
     if part in ("placement", "all"):
         placing.partition = partial(partitioned, across="random", within="random")  # type: ignore[assignment]
     if part in ("assignment", "all"):
@@ -55,8 +55,8 @@ class _AtRandom:
 def main() -> None:
     """Leave out the part that is the first argument, and run ns-train with the others."""
     part, *words = sys.argv[1:]
-    sys.argv = ["ns-train", *words[:1], *leave_out(part), *words[1:]]
-    from nerfstudio.scripts.train import entrypoint  # imports all methods: not for `leave_out` alone
+    sys.argv = ["ns-train", *words[:1], *ablate(part), *words[1:]]
+    from nerfstudio.scripts.train import entrypoint  # imports all methods: not for `ablate` alone
 
     entrypoint()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.baselines.left_out import PARTS, leave_out
+from benchmarks.baselines.left_out import PARTS, ablate
 from benchmarks.scaling.locality_sim import Setting as Switches
 from benchmarks.scaling.locality_sim import ablations, by_view, place, scaling, table
 from benchmarks.scaling.locality_times import large_graph_seconds, plan_times
@@ -62,7 +62,7 @@ def test_one_part_is_left_out_of_a_run(part: str, monkeypatch: pytest.MonkeyPatc
     """Four ranks on two machines, and two towns with views of their own: whole, each machine has one and draws it."""
     for module, name in ((placing, "partition"), (patches, "Assigner")):
         monkeypatch.setattr(module, name, getattr(module, name))  # to be restored
-    words = leave_out(part)
+    words = ablate(part)
     assert ("--pipeline.locality.patches" in words) == (part in ("patches", "all"))
     assert ("--pipeline.locality.relays" in words) == (part in ("hierarchy", "all"))
     where, world, options = towns(), alone(4, 2), LocalityOptions(plans="at-once")
@@ -80,4 +80,4 @@ def test_one_part_is_left_out_of_a_run(part: str, monkeypatch: pytest.MonkeyPatc
 
 def test_an_unknown_part_is_named() -> None:
     with pytest.raises(ValueError, match="there is no part 'metis'; the parts are placement, assignment"):
-        leave_out("metis")
+        ablate("metis")

@@ -1,4 +1,4 @@
-"""The tests of the aggregate device: device.py, operators.py, models.py, steps.py, training.py, memory.py and driver.py.
+"""The tests of the aggregate device, in the files that `TESTS` names.
 
 A device stays registered with torch, as its accelerator: other tests must not meet it. A forked process runs each file.
 """
