@@ -30,11 +30,14 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.baselines.left_out import PARTS
 from benchmarks.lib.machines import TwoMachines, why_none
 from benchmarks.lib.report import write_report
 
 MOST_SECONDS = 1800
 """After which a run counts as hung."""
+NOTHING = "nothing"
+_LEFT_OUT = "benchmarks.baselines.left_out"
 _PORT = "29500"
 HEADERS = 66
 """Bytes of a packet that are not payload."""
@@ -59,6 +62,7 @@ class Task:
     relays: bool = True
     points: int | None = None
     kind: str = "aerial"
+    left_out: str = NOTHING
 
     @property
     def title(self) -> str:
@@ -66,6 +70,7 @@ class Task:
         said = (
             (self.wire, self.wire != "full"),
             ("no relays", not self.relays),
+            (f"without {self.left_out}", self.left_out != NOTHING),
         )
         rest = [name for name, there in said if there]
         return ", ".join([self.strategy, *(["fused"] if self.fused == "always" else []), *rest])
@@ -105,7 +110,8 @@ def command(task: Task, machine: int, output: Path) -> list[str]:
     return [
         *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(machine)),
         *("--nproc-per-node", str(task.workers), "--master-addr", TwoMachines.names[0], "--master-port", _PORT),
-        *("-m", "nerfstudio.scripts.train", f"splatfacto-{task.strategy}", "--machine.device-type", "cpu"),
+        *(("-m", "nerfstudio.scripts.train") if task.left_out == NOTHING else ("-m", _LEFT_OUT, task.left_out)),
+        *(f"splatfacto-{task.strategy}", "--machine.device-type", "cpu"),
         *("--output-dir", str(output), "--timestamp", "run", "--vis", "tensorboard", "--steps-per-eval-batch", "0"),
         *("--max-num-images", str(task.steps * task.views), "--pipeline.views-per-step", str(task.views)),
         *("--logging.steps-per-log", str(task.every), "--steps-per-save", "1000000", "--fused-steps", task.fused),
@@ -175,12 +181,13 @@ def _rows(output: Path) -> list[dict[str, float]]:
 
 def table(done: Sequence[tuple[Task, Counted]]) -> Table:
     """Return the measurements as a table, one row per run."""
-    columns = ("strategy", "link", "step", "node0 sends", "node1 sends", "payload", "predicted", "off", "link busy")
-    shown = Table(*columns, "Gaussians")
+    columns = ("strategy", "link", "step", "images/s", "node0 sends", "node1 sends", "payload", "predicted")
+    shown = Table(*columns, "off", "link busy", "Gaussians")
     for task, one in done:
         sent = (f"{count / 1e6:.2f} MB" for count in one.sent)
         shown.add_row(
-            task.title, f"{task.megabits:g} Mbit/s", f"{one.step_ms:,.0f} ms", *sent,
+            task.title, f"{task.megabits:g} Mbit/s", f"{one.step_ms:,.0f} ms",
+            f"{1e3 * task.views / one.step_ms:.2f}", *sent,
             f"{one.payload / 1e6:.3f} MB", f"{one.predicted / 1e6:.3f} MB",
             f"{100 * (one.payload / one.predicted - 1):+.1f} %", f"{100 * one.busy(task.megabits):.0f} %",
             f"{one.gaussians:,}",
@@ -205,6 +212,7 @@ def main() -> int:
     parser.add_argument("--fused-steps", choices=("never", "always"), default="never", help="as ns-train's")
     parser.add_argument("--wire", choices=("full", "half"), nargs="+", default=["full"], help="of tile and locality")
     parser.add_argument("--relays", choices=("yes", "no"), nargs="+", default=["yes"], help="of locality")
+    parser.add_argument("--left-out", choices=(NOTHING, *PARTS), nargs="+", default=[NOTHING], help="of locality")
     parser.add_argument("--points", type=int, help="seed points of the city; by default as many as suit it")
     parser.add_argument("--kind", choices=("aerial", "street"), default="aerial", help="of capture")
     parser.add_argument("--json", type=Path, help="file for the results")
@@ -214,16 +222,16 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the machines are removed
     console, done = Console(width=None if sys.stdout.isatty() else 120), list[tuple[Task, Counted]]()
     with TemporaryDirectory(prefix="two-machines-") as folder:
-        combinations = itertools.product(options.strategies, options.megabits, options.wire, options.relays)
-        for strategy, megabits, wire, relays in combinations:
+        given = (options.strategies, options.megabits, options.wire, options.relays, options.left_out)
+        for strategy, megabits, wire, relays, part in itertools.product(*given):
             if strategy not in ("tile", "locality") and wire == "half":
                 continue
-            if strategy != "locality" and relays == "no":
+            if strategy != "locality" and (relays == "no" or part != NOTHING):
                 continue
             task = Task(
                 strategy, megabits, options.workers, options.steps, options.views, options.width, options.height,
                 options.blocks, options.capture, options.every, options.fused_steps, wire, relays == "yes",
-                options.points, options.kind,
+                options.points, options.kind, part,
             )  # fmt: skip
             done.append((task, measure(task, Path(folder))))
             console.print(table(done[-1:]))

@@ -5,10 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.baselines.left_out import PARTS, ablate
 from benchmarks.scaling.locality_sim import Setting as Switches
 from benchmarks.scaling.locality_sim import ablations, by_view, place, scaling, table
 from benchmarks.scaling.locality_times import large_graph_seconds, plan_times
 from benchmarks.scenes.seen_city import FACTORS, SeenCity, seen_city
+from ns_multigpu.locality import patches, placing
+from ns_multigpu.locality.options import LocalityOptions
+from tests.locality.test_placing import alone, owners_of, placement, towns, views
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +55,29 @@ def test_times_are_reported(city: SeenCity, tmp_path: Path) -> None:
     assert large["groups"] == 400 and large["edges"] > 30 and large["most_points"] < 1.2
     times = plan_times(city, "visible", batch=4, machines=2, repeats=2)
     assert np.isfinite(times["with search"]["ms"])
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_one_part_is_left_out_of_a_run(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks on two machines, and two towns with views of their own: whole, each machine has one and draws it."""
+    for module, name in ((placing, "partition"), (patches, "Assigner")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # to be restored
+    words = ablate(part)
+    assert ("--pipeline.locality.patches" in words) == (part in ("patches", "all"))
+    assert ("--pipeline.locality.relays" in words) == (part in ("hierarchy", "all"))
+    where, world, options = towns(), alone(4, 2), LocalityOptions(plans="at-once")
+    made, access = placement(world, views(), plans="at-once")
+    machines = owners_of(made, where, 4) // 2
+    apart = len(set(machines[where[:, 0] < 0].tolist())) == 1
+    drawn = patches.LocalPatches(world, options, access).assign(views()[:2], 4).drawn
+    local = all(len({patch.view for of_rank in drawn[first : first + 2] for patch in of_rank}) == 1 for first in (0, 2))
+    if part != "hierarchy":  # without it a town's ranks may be of one machine by chance
+        assert apart == (part in ("assignment", "patches"))
+    if part in ("assignment", "patches", "all"):
+        assert local == (part == "patches")
+    assert [len(of_rank) for of_rank in drawn] == [2 * options.patches**2 // 4] * 4, "equally many for each"
+
+
+def test_an_unknown_part_is_named() -> None:
+    with pytest.raises(ValueError, match="there is no part 'metis'; the parts are placement, assignment"):
+        ablate("metis")

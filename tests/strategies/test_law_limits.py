@@ -11,7 +11,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import Patch, Points
 from ns_multigpu.primitives.registry import PRIMITIVES, RenderOptions
 from strategies import STRATEGIES
-from tests.lib.ranks import run_ranks
+from tests.lib.ranks import on_gpus, run_ranks
 from tests.strategies.scene import make_convexes, make_moving_points, make_points, make_surfels, make_views
 from tests.strategies.test_law import Outcome, check, on_machines, take_step
 from tests.strategies.test_law_steps import POINTS, PORTRAIT, check_outcomes, count_of, take_one
@@ -35,7 +35,9 @@ def autograd_step(world: World, strategy: str, primitive: str, views: int = 5, s
 def fused_step(world: World, strategy: str, primitive: str, mode: str, machines: int = 1) -> Outcome:
     world = on_machines(world, machines) if machines > 1 else world
     whole = POINTS_OF[primitive](POINTS, torch.float32, world.device)
-    return take_one(STRATEGIES[strategy](world), kind_of(primitive), count_of(strategy), PORTRAIT, mode, whole=whole)
+    spread, count, by_sort = STRATEGIES[strategy](world), count_of(strategy), mode == "sort"
+    mode = "step" if by_sort else mode
+    return take_one(spread, kind_of(primitive), count, PORTRAIT, mode, by_sort, whole=whole)
 
 
 @pytest.mark.parametrize("primitive", PRIMITIVES)
@@ -59,25 +61,34 @@ def test_what_is_beyond_a_limit_is_not_drawn(primitive: str) -> None:
     assert float((found - everything).abs().max()) > 0.05
 
 
+FIRST = {"cpu": "cpu", "cuda": "cuda:0"}
+ORDINARY = [("locality", 2, "3dgs"), ("tile", 3, "convex"), ("pixel", 2, "2dgs"), ("batch", 2, "4dgs")]
+FUSED = [
+    ("single", 1, "4dgs", "step", 1), ("single", 1, "convex", "step", 1), ("locality", 4, "3dgs", "captured", 2),
+    ("tile", 2, "2dgs", "captured", 1), ("pixel", 2, "3dgs", "captured", 1), ("batch", 2, "3dgs", "several", 1),
+    ("tile", 3, "3dgs", "sort", 1),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "primitive"), [("locality", 2, "3dgs"), ("tile", 3, "convex"), ("pixel", 2, "2dgs")]
+    ("strategy", "ranks", "primitive", "device"),
+    [*((*row, "cpu") for row in ORDINARY), *(on_gpus(*row) for row in ORDINARY)],
 )
-def test_ordinary_steps_equal_single(strategy: str, ranks: int, primitive: str) -> None:
-    expected = autograd_step(World.single(), "single", primitive)
-    check(run_ranks(autograd_step, ranks, strategy, primitive), expected, torch.float32)
+def test_ordinary_steps_equal_single(strategy: str, ranks: int, primitive: str, device: str) -> None:
+    expected = autograd_step(World.single(FIRST[device]), "single", primitive)
+    check(run_ranks(autograd_step, ranks, strategy, primitive, device=device), expected, torch.float32)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "primitive", "mode", "machines"),
-    [
-        ("single", 1, "4dgs", "step", 1), ("single", 1, "convex", "step", 1), ("locality", 4, "3dgs", "captured", 2),
-        ("tile", 2, "2dgs", "captured", 1), ("pixel", 2, "3dgs", "captured", 1), ("batch", 2, "3dgs", "several", 1),
-    ],
-)  # fmt: skip
-def test_fused_steps_equal_single(strategy: str, ranks: int, primitive: str, mode: str, machines: int) -> None:
-    outcomes = run_ranks(fused_step, ranks, strategy, primitive, mode, machines)
+    ("strategy", "ranks", "primitive", "mode", "machines", "device"),
+    [*((*row, "cpu") for row in FUSED), *(on_gpus(*row) for row in FUSED)],
+)
+def test_fused_steps_equal_single(
+    strategy: str, ranks: int, primitive: str, mode: str, machines: int, device: str
+) -> None:
+    outcomes = run_ranks(fused_step, ranks, strategy, primitive, mode, machines, device=device)
     views = count_of(strategy)
-    expected = autograd_step(World.single(), "single", primitive, views, PORTRAIT)
+    expected = autograd_step(World.single(FIRST[device]), "single", primitive, views, PORTRAIT)
     replicated = STRATEGIES[strategy](World.single()).placement.replicated
     sized = primitive != "convex"
     check_outcomes(outcomes, expected, views, PORTRAIT, replicated=replicated, sized=sized)

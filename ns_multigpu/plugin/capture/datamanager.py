@@ -43,6 +43,11 @@ from ns_multigpu.plugin.launch.run_parts import run_parts
 
 _FREE_FOR_IMAGES = 0.5
 """Default fraction of a machine's free memory that its ranks may fill with images."""
+_REMEDY = (
+    "Give --pipeline.datamanager.image-memory-gb less for each rank, or leave it out for half of what is free. Images "
+    "beyond it are decoded again before each use:"
+)
+"""For a machine that lacks the memory that the option asks for."""
 _SEEDS, _LEAST_SEEN, _MOST_IN_SKY = 5_000, 100, 0.75
 """Number of seed points that masks of the sky are compared with, the least number of their places in views, and the
 part of these in the sky above which masks are refused."""
@@ -238,7 +243,10 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
     @cached_property
     def train_share(self) -> ImageShare:
         """Create this rank's store of training images. Every rank calls it."""
-        return self._share(self.train_reader, self.train_shapes, "training", self.train_memory, self._owners_of_views)
+        remedy = "" if self.config.image_memory_gb is None else _REMEDY  # by default they take half of what is free
+        return self._share(
+            self.train_reader, self.train_shapes, "training", self.train_memory, self._owners_of_views, remedy
+        )
 
     @cached_property
     def eval_share(self) -> ImageShare:
@@ -300,6 +308,7 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
         label: str,
         budget: int | None,
         owners: Sequence[int] | None = None,
+        remedy: str = "",
     ) -> ImageShare:
         on_gpu = self.config.cache_images == "gpu"
         return ImageShare(
@@ -311,6 +320,7 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
             budget=budget,
             place=self.device if on_gpu else "cpu",
             pinned=torch.device(self.device).type != "cpu" and torch.cuda.is_available() and not on_gpu,
+            remedy=remedy,
         )
 
     # ---- training ----

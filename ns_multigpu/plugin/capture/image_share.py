@@ -15,6 +15,7 @@ from ns_multigpu.plugin.capture.checks import raise_together
 from ns_multigpu.plugin.capture.image_moves import ImageMove, moves_of
 from ns_multigpu.plugin.capture.image_owners import checked_owners
 from ns_multigpu.plugin.capture.image_store import ImageData, ImageShape, ImageStore, aligned, from_bytes, into_bytes
+from ns_multigpu.plugin.faults.host_memory import available_memory
 from ns_multigpu.plugin.launch.processes import cores
 
 _MOST_THREADS = 16
@@ -39,9 +40,10 @@ class ImageShare:
         budget: bytes that this rank may hold; None for no limit.
         place: the device that holds them.
         pinned: keep the images in page-locked memory, for asynchronous copies to a GPU.
+        remedy: sentence for images that exceed a machine's free memory; "" to not compare them with it.
 
     Raises:
-        InputError: on every rank, naming each unreadable image, or if the budget is too small.
+        InputError: on every rank, naming each unreadable image, or if the budget is too small, or memory.
         ValueError: on every rank, if homes are not one rank per view, or differ between ranks.
     """
 
@@ -56,6 +58,7 @@ class ImageShare:
         budget: int | None = None,
         place: torch.device | str = "cpu",
         pinned: bool = False,
+        remedy: str = "",
     ) -> None:
         self._world = world
         self._label = label
@@ -64,6 +67,8 @@ class ImageShare:
         """Rank that holds each view."""
         self.own = [index for index, home in enumerate(self.owners) if home == world.rank]
         """Views held by this rank."""
+        if remedy and torch.device(place).type == "cpu":
+            self._refuse_too_many(budget, remedy)
         problems: list[str] = []
         try:
             self.store = ImageStore(
@@ -237,6 +242,18 @@ class ImageShare:
             received_parts.append((move, ImagePart(move.rectangle, from_bytes(received[start:end], shape(move)))))
             start = end
         return received_parts
+
+    def _refuse_too_many(self, budget: int | None, remedy: str) -> None:
+        """Raise on every rank if a machine lacks memory for its ranks' images. Every rank calls it."""
+        world, free = self._world, available_memory()
+        needed = sum(aligned(self.shapes[index].nbytes) for index in self.own)
+        of_ranks = all_gather_ints([needed if budget is None else min(needed, budget)], world)
+        first = world.rank - world.rank % world.host_size
+        here = sum(row[0] for row in of_ranks[first : first + world.host_size])
+        lines: list[str] = []
+        if free is not None and here > free:
+            lines.append(f"{world.machine_name(world.machine)}: {here / 1e9:.3g} GB, and {free / 1e9:.3g} GB free")
+        raise_together(lines, world, f"The {self._label} images do not fit the host's memory. {remedy}")
 
     def _say_what_is_kept(self) -> None:
         """Print a note if a rank decodes images on demand. Every rank calls it."""

@@ -31,6 +31,8 @@ from tests.strategies.scene import make_image, make_points, make_views
 
 GPUS = bool(os.environ.get("NS_MULTIGPU_TEST_GPUS"))
 POINTS, VIEWS, STEPS, RATE = 151, 3, 5, 0.01
+FAR, CLIP = 3.3, 3.0
+"""World units and pixels: each leaves out a part of what views see."""
 LOOSER = 10 if GPUS else 1  # exponentials of GPUs round otherwise
 Use = Callable[..., None]
 
@@ -40,11 +42,11 @@ class Model:
 
     Args:
         device: where they are. members: of the steps. lazy: defer the steps of points that are not drawn.
-        needles: regularise scales. settings: of steps other than the usual ones.
+        more: with regularised scales, a far plane and a radius clip. settings: of steps other than the usual ones.
     """
 
     def __init__(
-        self, device: str, members: Members, *, lazy: bool = False, needles: bool = False, **settings: Any
+        self, device: str, members: Members, *, lazy: bool = False, more: bool = False, **settings: Any
     ) -> None:
         make = single if device == "cpu" else tile
         self.members, self.strategies = members, [make(world) for world in members.worlds]
@@ -56,8 +58,9 @@ class Model:
         wanted: dict[str, Any] = {"rows": 1024, "segment": 1024, "intersections": 32768, **settings}
         of_views = max(view.width for view in views), max(view.height for view in views)
         of_steps = StepSettings(*of_views, VIEWS, 0.2, **wanted)
-        weight = {"needles": torch.tensor([0.002], device=device), "max_ratio": 1.2} if needles else {}
-        kernels = Gaussians(sh_degree=3).kernels(**weight)
+        weight = {"needles": torch.tensor([0.002], device=device), "max_ratio": 1.2} if more else {}
+        limits = {"far": FAR, "radius_clip": CLIP} if more else {}
+        kernels = Gaussians(sh_degree=3, **limits).kernels(**weight)
         assert kernels is not None
         tensors = kernels, self.params, self.moments, self.statistics, of_steps
         if device == "cpu":
@@ -156,12 +159,12 @@ def test_steps_equal_single(use: Use, members: int, mode: str, lazy: bool) -> No
 
 @pytest.mark.parametrize("mode", ["step", "captured"])
 @pytest.mark.parametrize("members", [1, 3])
-def test_regularised_scales_equal_single(use: Use, members: int, mode: str) -> None:
+def test_regularised_scales_and_limits_equal_single(use: Use, members: int, mode: str) -> None:
     use(members, small_bytes=64)
-    found = Model("multigpu", Members(aggregate.devices()), needles=True)
+    found = Model("multigpu", Members(aggregate.devices()), more=True)
     if mode == "captured":
         found.capture()
-    expected, without = (Model("cpu", Members([torch.device("cpu")]), needles=given) for given in (True, False))
+    expected, without = (Model("cpu", Members([torch.device("cpu")]), more=given) for given in (True, False))
     check(found, expected)
     check(without, Model("cpu", Members([torch.device("cpu")])))
     assert float((expected.state()["scales"] - without.state()["scales"]).abs().max()) > RATE, "they matter"

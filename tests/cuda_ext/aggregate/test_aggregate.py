@@ -1,4 +1,4 @@
-"""The tests of the aggregate device: device.py, operators.py, models.py, steps.py, training.py and driver.py here.
+"""The tests of the aggregate device, in the files that `TESTS` names.
 
 A device stays registered with torch, as its accelerator: other tests must not meet it. A forked process runs each file.
 """
@@ -23,6 +23,7 @@ TESTS = {
     "models.py": 16,
     "steps.py": 24,
     "training.py": 7,
+    "memory.py": 1,
     "driver.py": int(not torch.cuda.is_available()),
 }
 

@@ -236,6 +236,12 @@ def test_the_memory_for_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     # Two held-out images take all of it and more: none is left for the others, not less than none.
     with pytest.raises(InputError, match=r"their share of the memory, 0 GB, is too small for two images of \d"):
         _ = manager(folder, World.single(), image_memory_gb=1e-6).train_share
+    monkeypatch.setattr("ns_multigpu.plugin.capture.image_share.available_memory", lambda: 2_000)
+    with pytest.raises(InputError, match=r"(?s)training images do not fit.*image-memory-gb less.*and 2e-06 GB free"):
+        _ = manager(folder, World.single(), image_memory_gb=1.0).train_share
+    assert manager(folder, World.single(), image_memory_gb=1.0).eval_share.own, "held-out ones are not compared"
+    monkeypatch.setattr("ns_multigpu.plugin.capture.image_share.available_memory", lambda: 1_000_000)
+    assert manager(folder, World.single(), image_memory_gb=1.0).train_share.store.complete, "they need less than that"
     monkeypatch.setattr("ns_multigpu.plugin.capture.datamanager.available_memory", lambda: 20_000)
     data = manager(folder, World.single())
     assert data.image_memory == 10_000 and not data.train_share.store.complete

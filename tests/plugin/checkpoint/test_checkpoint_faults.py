@@ -16,6 +16,7 @@ import torch
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.checkpoint import atomic_save as checkpoint
+from ns_multigpu.plugin.checkpoint import rows as checkpoint_rows
 from ns_multigpu.plugin.checkpoint import saved_tensors
 from ns_multigpu.plugin.checkpoint import storage as checkpoint_storage
 from ns_multigpu.plugin.checkpoint.atomic_save import remove_old
@@ -276,6 +277,7 @@ def test_gpu_copies_use_at_most_half_of_host_memory(
     """Each file holds one tensor of 1000 MiB, or one block of rows of as many."""
     monkeypatch.setattr(saved_tensors, "cores", lambda: 64)
     monkeypatch.setattr(saved_tensors, "available_memory", lambda: None if memory_mib is None else memory_mib << 20)
+    monkeypatch.setattr(checkpoint_rows, "BLOCK", 1 << 20)
     one = torch.empty(1 << 20, 250, device="meta")
     more = torch.empty(3 << 20, 250, device="meta")
     tensors = {"small": one[:5], "large": Rows(more, 0, len(more)) if rows else one}

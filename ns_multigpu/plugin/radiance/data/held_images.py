@@ -8,13 +8,17 @@ from torch import Tensor
 
 from ns_multigpu.core.dist.collectives import sum_in_place
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.plugin.capture.checks import raise_together
 from ns_multigpu.plugin.capture.image_owners import image_owners_of
 from ns_multigpu.plugin.capture.image_share import ImageShare
-from ns_multigpu.plugin.capture.image_store import ImageData, ImageShape, aligned, shape_of
+from ns_multigpu.plugin.capture.image_store import ImageData, ImageShape, shape_of
 from ns_multigpu.plugin.faults.errors import InputError
-from ns_multigpu.plugin.faults.host_memory import available_memory
 from ns_multigpu.plugin.radiance.data.masks import Masks
+
+_REMEDY = (
+    "Use more machines, smaller images (--pipeline.datamanager.camera-res-scale-factor, or the dataparser's "
+    "downscale-factor), or draw from some at a time (--pipeline.datamanager.train-num-images-to-sample-from, "
+    "train-num-times-to-repeat-images):"
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,6 @@ class HeldImages:
         self._size = channels * dtype.itemsize
         self._floats = dtype != torch.uint8
         owners = image_owners_of([0] * len(shapes), shapes, 1, world.size)
-        self._refuse_too_many(owners, places)
         own = [place for place, home in enumerate(owners) if home == world.rank]
         self._owners_of_views = torch.tensor(owners)
         self.masks = Masks(shapes, own, places[1]) if masked else None
@@ -99,6 +102,7 @@ class HeldImages:
             owners=owners,
             label=label,
             place=places[0],
+            remedy=_REMEDY,
         )
         if self.masks is not None:
             self.masks.count(world)
@@ -172,22 +176,3 @@ class HeldImages:
             sum_in_place(mask, self._world)
             every.append(mask.bool().cpu())
         return every
-
-    def _refuse_too_many(self, owners: Sequence[int], places: tuple[torch.device | str, ...]) -> None:
-        """Raise on every rank if a host lacks memory for its ranks' images."""
-        needed, free = 0, available_memory()
-        if torch.device(places[0]).type == "cpu":
-            here = set(self._world.ranks_of(self._world.machine))
-            needed = sum(aligned(shape.nbytes) for shape, home in zip(self.shapes, owners, strict=True) if home in here)
-        lines: list[str] = []
-        if free is not None and needed > free:
-            lines.append(
-                f"{self._world.machine_name(self._world.machine)}: {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB free"
-            )
-        raise_together(
-            lines,
-            self._world,
-            f"The {self.label} images do not fit the host's memory. Use more machines, smaller images "
-            "(--pipeline.datamanager.camera-res-scale-factor, or the dataparser's downscale-factor), or draw from some "
-            "at a time (--pipeline.datamanager.train-num-images-to-sample-from, train-num-times-to-repeat-images):",
-        )

@@ -13,6 +13,7 @@ from nerfstudio.scripts.render import _disable_datamanager_setup  # pyright: ign
 from PIL import Image
 
 from ns_multigpu.core.dist.world import World
+from ns_multigpu.plugin.capture import image_share
 from ns_multigpu.plugin.capture.image_store import ImageShape
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
@@ -332,8 +333,8 @@ def test_unusable_images_are_named_on_every_rank(tmp_path: Path, captures: dict[
 
 
 def test_more_than_the_hosts_memory_is_refused(captures: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_images, "available_memory", lambda: 9 * 1152 - 1)  # a byte less than 9 images of 24 x 16
+    monkeypatch.setattr(image_share, "available_memory", lambda: 9 * 1152 - 1)  # a byte less than 9 images of 24 x 16
     said = _refused(World.single(), captures["plain"], {})
     assert "The training images do not fit the host's memory" in said and "num-images-to-sample-from" in said
-    monkeypatch.setattr(held_images, "available_memory", lambda: 9 * 1152)
+    monkeypatch.setattr(image_share, "available_memory", lambda: 9 * 1152)
     manager(captures["plain"], World.single())
