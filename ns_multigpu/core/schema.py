@@ -26,7 +26,6 @@ class Parameter:
         activation: name of the torch function applied before rendering, or "" for none.
         rate: Adam's learning rate for one view a step.
         final_rate: learning rate at the run's end, after exponential decay; None if it is constant.
-        operator: its name among the operators, if different.
         ply: the properties of a vertex in PLY files: one name per number, or one to be numbered; () if the primitive is
             not exported.
     """
@@ -36,7 +35,6 @@ class Parameter:
     activation: str = ""
     rate: float = 1e-3
     final_rate: float | None = None
-    operator: str = ""
     ply: tuple[str, ...] = ()
 
     def sized(self, degree: int) -> list[int]:

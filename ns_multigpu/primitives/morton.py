@@ -22,8 +22,7 @@ from ns_multigpu.core.assign.curve import interleaved
 MORTON_BITS = 18
 """Bits an axis."""
 HAND_BITS = 6
-CODE_BITS = 3 * MORTON_BITS + HAND_BITS
-"""Bits of an order code; an int64 has two more bits for ties."""
+"""Bits of a code beyond its axes' 54: an int64 has two more bits for ties."""
 
 _PIECE = 1 << 24
 """Points at once: what a piece takes on the way is much more than its codes."""

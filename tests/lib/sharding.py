@@ -73,26 +73,23 @@ def rows_of(world: World, counts: list[int]) -> range:
     return range(sum(counts[: world.rank]), sum(counts[: world.rank + 1]))
 
 
-def load(
-    world: World, models: Path, step: int, sharded: bool = True
-) -> tuple[range, dict[str, Tensor], dict[str, Any]]:
+def load(world: World, models: Path, step: int) -> tuple[range, dict[str, Tensor], dict[str, Any]]:
     """As `load_placed`, of a checkpoint whose rows are in order, with ranges of them."""
-    own, model, state = load_placed(world, models, step, Sharded() if sharded else None)
+    own, model, state = load_placed(world, models, step, Sharded())
     assert isinstance(own.rows, range) and own.places is None
     return own.rows, model, state
 
 
 def load_placed(
-    world: World, models: Path, step: int, placement: Placement | None
+    world: World, models: Path, step: int, placement: Placement
 ) -> tuple[SavedRows, dict[str, Tensor], dict[str, Any]]:
     """This rank's rows, parameters, moments and statistics, as the trainer takes them from a checkpoint."""
-    sharded = placement is not None
     opened = open_checkpoint(models / f"step-{step:09d}.ckpt", world)
     pipeline, saved = opened.content["pipeline"], opened.tensors
     assert saved is not None
     own = own_rows(pipeline, models, placement, world)
     rows, total = own.rows, own.total
-    assert total == POINTS and own.counts[world.rank if sharded else 0] == len(rows)
+    assert total == POINTS and own.counts[world.rank] == len(rows)
     params = torch.nn.ParameterDict({n: torch.nn.Parameter(v[:2].clone()) for n, v in whole_model().items()})
 
     def put(state: dict[str, Any]) -> None:
@@ -104,7 +101,7 @@ def load_placed(
     moments = OwnMoments(saved, {}, list(params), total, rows, CPU)
     state: dict[str, Any] = {name: moments[name] for name in moments}
     statistics: dict[str, Any] = {"grad2d": None}
-    left = put_statistics(statistics, saved, total, rows, sharded, world, CPU)
+    left = put_statistics(statistics, saved, total, rows, True, world, CPU)
     put_densifier(statistics, left, saved.read, opened.values["ranks"], world, CPU)
     state.update({f"densifier/{name}": value for name, value in statistics.items()})
     return own, {name: value.detach() for name, value in params.items()}, state

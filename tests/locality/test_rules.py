@@ -65,16 +65,6 @@ def test_a_late_plan_stalls_nothing_and_is_a_miss() -> None:
     planner.close()
 
 
-def test_plan_missing_on_another_rank_is_not_used() -> None:
-    planner = Planner(Assigner(2, 2))
-    rows = needs(2)
-    planner.submit(3, rows)
-    wait_for(planner, 3)
-    assert np.array_equal(planner.serve(3, agreed=2).ranks, by_capacity(rows))
-    assert planner.misses == 1
-    planner.close()
-
-
 def test_ranks_of_different_speed_serve_the_same() -> None:
     """One of them makes plans only now and then, and both record new needs while plans are made."""
     slow = Held(2, 2)

@@ -121,7 +121,7 @@ def ordinary(run: TrainingRun, device: str = "cpu") -> Outcome:
             optimizer.zero_grad()
         total.backward()
         info = densification_info(splats, views)
-        densifier._count(params, state, info)
+        densifier.count(params, state, info)
         for optimizer in optimizers.values():
             optimizer.step()
         losses.append(total.detach())

@@ -54,7 +54,6 @@ class SplatModel(ShardedPoints, SplatfactoModel):
     """
 
     config: "SplatModelConfig"
-    training_options: Any
     exposures: torch.nn.Parameter | None
     chosen_cap: ChosenCap | None = None
     """With mcmc, how many Gaussians suit the capture, where that is what caps them."""

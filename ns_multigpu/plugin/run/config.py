@@ -367,9 +367,10 @@ class RunConfig(TrainerConfig):
         if self.verbose:
             super().print_to_terminal()
         else:
-            CONSOLE.print(Text(self._in_short()), soft_wrap=True)
+            CONSOLE.print(Text(self.short_summary()), soft_wrap=True)
 
-    def _in_short(self) -> str:
+    def short_summary(self) -> str:
+        """Return the method, devices, length and folder of the run, in two lines."""
         machine, data = self.machine, self._capture()
         ranks = machine.num_devices * machine.num_machines
         devices = f"{ranks} {self.cpu_device if machine.device_type == 'cpu' else 'GPU'}{'' if ranks == 1 else 's'}"

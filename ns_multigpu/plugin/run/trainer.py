@@ -136,7 +136,7 @@ class DistributedTrainer(Trainer):
         writer.GLOBAL_BUFFER["step"] = max(self.step, 0)
         with TimeWriter(writer, EventName.TOTAL_TRAIN_TIME):
             step, evaluates = self._start_step, bool(self.pipeline.datamanager.eval_dataset)
-            while step < steps and self._may_go_on(step):
+            while step < steps and self.may_go_on(step):
                 if fused is None:
                     block = range(step, step + 1)
                     self._one_step(step, last=step + 1 == steps)
@@ -262,7 +262,7 @@ class DistributedTrainer(Trainer):
         for callback in self.callbacks:
             callback.run_callback_at_location(step, location=location)
 
-    def _may_go_on(self, step: int) -> bool:
+    def may_go_on(self, step: int) -> bool:
         """Return whether all ranks run `step`, the same on each; while rank 0's viewer pauses, all wait."""
         return viewing.may_go_on(self, step)
 

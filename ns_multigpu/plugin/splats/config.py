@@ -81,5 +81,6 @@ class DistributedTrainerConfig(RunConfig, RecipeOption):
         batch = cast(Any, self.pipeline).batch(ranks)
         return f": {self.steps_for(batch) * batch:,} images"
 
-    def _in_short(self) -> str:
-        return super()._in_short() + "".join(f"\n{line}" for line in recipe_lines(self))
+    def short_summary(self) -> str:
+        """Return the same, and the lines of the recipe."""
+        return super().short_summary() + "".join(f"\n{line}" for line in recipe_lines(self))

@@ -79,7 +79,7 @@ class ReplicatedDensifier(DefaultStrategy):
         """
         if not self.counts(step):
             return
-        self._count(params, state, info)
+        self.count(params, state, info)
         self.refine_when_due(params, optimizers, state, step, info["n_cameras"])
 
     def counts(self, images: int) -> bool:
@@ -213,7 +213,7 @@ class ReplicatedDensifier(DefaultStrategy):
         return {name: state[name] for name in names}
 
     @torch.no_grad()
-    def _count(self, params: MutableMapping[str, Tensor], state: dict[str, Any], info: Mapping[str, Any]) -> None:
+    def count(self, params: MutableMapping[str, Tensor], state: dict[str, Any], info: Mapping[str, Any]) -> None:
         """Add this rank's rows to the running statistics; `info` has the rows of its own points."""
         self.statistics(params, state)
         add_gradients(state, info)

@@ -5,10 +5,10 @@ from ns_multigpu.core.schema import HARMONICS, Parameter, names
 SCHEMA = (
     Parameter("means", (3,), rate=1.6e-4, final_rate=1.6e-6, ply=("x", "y", "z")),
     Parameter("quats", (4,), rate=0.001, ply=("rot_",)),
-    Parameter("scales", (3,), "exp", rate=0.005, operator="log_scales", ply=("scale_",)),
-    Parameter("opacities", (1,), "sigmoid", rate=0.05, operator="logits", ply=("opacity",)),
-    Parameter("features_dc", (3,), rate=0.0025, operator="sh_dc", ply=("f_dc_",)),
-    Parameter("features_rest", (HARMONICS, 3), rate=0.0025 / 20, operator="sh_rest", ply=("f_rest_",)),
+    Parameter("scales", (3,), "exp", rate=0.005, ply=("scale_",)),
+    Parameter("opacities", (1,), "sigmoid", rate=0.05, ply=("opacity",)),
+    Parameter("features_dc", (3,), rate=0.0025, ply=("f_dc_",)),
+    Parameter("features_rest", (HARMONICS, 3), rate=0.0025 / 20, ply=("f_rest_",)),
 )
 """See `Gaussians` for what each means. Learning rates are Splatfacto's; properties are those of Inria's files."""
 ORDER = names(SCHEMA)

@@ -1,4 +1,4 @@
-"""The loss of depth: its formula, pixel by pixel; its gradient; patches' shares; and what must not spoil it."""
+"""The loss of depth: its formula, pixel by pixel; its gradient; and what must not spoil it."""
 
 import math
 from dataclasses import replace
@@ -104,21 +104,6 @@ def test_points_on_the_plane_have_zero_loss() -> None:
     points = (seen - view.viewmat[:3, 3]) @ view.viewmat[:3, :3]
     view = replace(view, observations=Observations(points, torch.arange(30, dtype=torch.int32), SCALE))
     assert float(depth_loss(of(depth, Patch.whole(0, view), view), view)) < 1e-12
-
-
-def test_patches_add_up() -> None:
-    view, depth = make_view(), make_depth(hole=True).requires_grad_()
-    places, _, inside = keypoints(view)
-    edge = int(places[inside, 0].floor().mode().values)  # keypoints have their pixels on both sides of a cut
-    whole = depth_loss(of(depth, Patch.whole(0, view), view), view)
-    (expected,) = torch.autograd.grad(whole, depth)
-    cuts = [Patch(0, 0, 0, edge, 6, 1), Patch(0, edge, 0, WIDTH, 6, 1), Patch(0, 0, 6, WIDTH, 9, 1)]
-    cuts += [Patch(0, 0, 9, 8, HEIGHT, 4), Patch(0, 8, 9, 8, 9, 4), Patch(0, 8, 9, WIDTH, HEIGHT, 1)]
-    shares = [depth_loss(of(depth, patch, view), view) for patch in cuts]
-    assert 0 < edge < WIDTH and sum(float(share.detach()) > 0 for share in shares) == 5, "one is empty"
-    total = torch.stack(shares).sum()
-    torch.testing.assert_close(total, whole, rtol=1e-12, atol=0)
-    torch.testing.assert_close(torch.autograd.grad(total, depth)[0], expected, rtol=1e-10, atol=1e-14)
 
 
 def test_views_that_observe_nothing() -> None:

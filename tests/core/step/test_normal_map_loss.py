@@ -1,4 +1,4 @@
-"""The loss of normal maps: its formula for rendered normals and for those of depth, its gradient, patches' shares."""
+"""The loss of normal maps: its formula for rendered normals and for those of depth, and its gradient."""
 
 from dataclasses import replace
 
@@ -79,19 +79,6 @@ def test_the_gradient_is_bounded_next_to_pixels_without_depth() -> None:
     stripes.requires_grad_()
     (found,) = torch.autograd.grad(normal_map_loss(drawn(stripes, whole, view), view), stripes)
     assert bool(found.isfinite().all()) and float(found.abs().max()) < 10
-
-
-def test_patches_add_up() -> None:
-    view, depth = directed(), make_depth().requires_grad_()
-    for rendered in (False, True):
-        whole = normal_map_loss(drawn(depth, Patch.whole(0, view), view, rendered), view)
-        cuts = [Patch(0, 0, 0, 8, 6, 2), Patch(0, 8, 0, WIDTH, 6, 2), Patch(0, 0, 6, WIDTH, HEIGHT, 2)]
-        cuts.append(Patch(0, 8, 9, 8, 9, 4))
-        shares = [normal_map_loss(drawn(depth, patch, view, rendered), view) for patch in cuts]
-        torch.testing.assert_close(torch.stack(shares).sum(), whole, rtol=1e-12, atol=0)
-        if not rendered:
-            (expected,) = torch.autograd.grad(whole, depth)
-            torch.testing.assert_close(torch.autograd.grad(sum(shares), depth)[0], expected, rtol=1e-10, atol=1e-14)
 
 
 def test_views_without_normals_have_no_loss() -> None:

@@ -1,4 +1,4 @@
-"""The loss of the sky: its formula, its gradient behind an opaque splat, and patches' shares."""
+"""The loss of the sky: its formula, and its gradient behind an opaque splat."""
 
 import math
 
@@ -37,17 +37,3 @@ def test_a_splat_behind_an_opaque_one_has_a_gradient() -> None:
     loss = sky_loss(alpha, torch.ones(HEIGHT, WIDTH, 1, dtype=torch.bool), Patch.whole(0, VIEW), VIEW)
     front, behind = torch.autograd.grad(loss, opacities)[0].tolist()
     assert front > 500 and behind > 1, "the squared alpha would give it 0.002"
-
-
-def test_patches_add_up() -> None:
-    alpha, sky = images()
-    whole, total = sky_loss(alpha, sky, Patch.whole(0, VIEW), VIEW), 0.0
-    for patch in (
-        Patch(0, 0, 0, 9, 8, 5),
-        Patch(0, 9, 0, WIDTH, 8, 5),
-        Patch(0, 0, 8, WIDTH, HEIGHT, 3),
-        Patch(0, 2, 2, 2, 4, 2),
-    ):
-        x0, y0, x1, y1 = patch.rendered(VIEW)
-        total += float(sky_loss(alpha[y0:y1, x0:x1], sky[y0:y1, x0:x1], patch, VIEW))
-    assert abs(total - float(whole)) < 1e-12

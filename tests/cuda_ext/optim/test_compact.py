@@ -18,6 +18,7 @@ from cuda_ext.reference.compact import as_floats, compacted, flush_salts, step_s
 from tests.cuda_ext.compact_moments import BF16, a_block, compact, errors, spacing, still_gradients_scalars
 from tests.cuda_ext.fused_steps import make_model, make_records
 from tests.cuda_ext.lazy_steps import RATES, StepRun, fresh_model, step_scalars
+from tests.lib.ranks import DEVICES
 
 native = pytest.mark.usefixtures("native")
 SPECIAL = [0.0, -0.0, torch.inf, -torch.inf, 1.0, -1.5, 2.0**-133, -(2.0**-126), 3.3895313892515355e38]
@@ -148,16 +149,12 @@ def test_moment_without_gradients_decays(late: bool) -> None:
 # ---- steps ----
 
 
-def with_compact(run: StepRun) -> StepRun:
-    run.model = compact(run.model)
-    return run
-
-
 @native
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("lazy", [False, True])
-def test_compact_run_is_close_to_the_full_run(lazy: bool) -> None:
-    full = StepRun(fresh_model(300, dtype=torch.float32), lazy=lazy)
-    ours = with_compact(StepRun(fresh_model(300, dtype=torch.float32), lazy=lazy))
+def test_compact_run_is_close_to_the_full_run(lazy: bool, device: str) -> None:
+    full = StepRun(fresh_model(300, dtype=torch.float32).to(device), lazy=lazy)
+    ours = StepRun(compact(fresh_model(300, dtype=torch.float32), device), lazy=lazy)
     before = [p.clone() for p in full.model.params]
     for step in range(30):
         for run in (full, ours):
@@ -180,7 +177,7 @@ def test_compact_run_is_close_to_the_full_run(lazy: bool) -> None:
 def test_step_rounds_once_and_only_its_own_rows() -> None:
     """From the float32 results of the same step, to the bit; the steps that were missed and the one that is taken."""
     for lazy in (False, True):
-        ours = with_compact(StepRun(fresh_model(200, dtype=torch.float32), lazy=lazy))
+        ours = StepRun(compact(fresh_model(200, dtype=torch.float32)), lazy=lazy)
         for step in range(6):
             ours.step(step)
         exact = copy.deepcopy(ours)

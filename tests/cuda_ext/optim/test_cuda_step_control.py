@@ -4,9 +4,6 @@ import pytest
 import torch
 
 from cuda_ext import step_message
-from cuda_ext.ops.optim.fused import SplatRows
-from cuda_ext.ops.optim.lazy_adam import LazyAdam
-from tests.cuda_ext.fused_steps import make_model, make_records, to
 from tests.cuda_ext.optim.test_step_control import CASES, REASONS, Gated, make_gated, make_message_inputs
 
 pytestmark = pytest.mark.gpu
@@ -85,42 +82,3 @@ def test_wrong_arguments_are_named() -> None:
         op(*given, rest[0], rest[1], gated.totals.T)
     with pytest.raises(ValueError, match="rows contiguous"):
         op(*given, rest[0], gated.messages.T.contiguous().T[:, 4:], rest[2])
-
-
-@pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize("degree", [0, 3])
-def test_finite_flag(degree: int, lazy: bool) -> None:
-    model = make_model(200, 3).to("cuda")
-    rows = model.forward(700, degree)
-    given = {depth: make_records(to(rows, "cpu"), depth).cuda() for depth in (False, True)}
-    radii, count, views = rows.radii.cpu(), int(rows.count), rows.view_ids.tolist()
-    drawn = [k for k in range(count) if radii[k, 0] > 0]
-    line, dead = drawn[len(drawn) // 3], next(k for k in range(700) if radii[k, 0] <= 0)
-
-    def flag_value(
-        at: int, number: int, value: float, seen: range | None = None, counted: SplatRows = rows, depth: bool = False
-    ) -> float:
-        changed = given[depth].clone()
-        changed[at, number] = value
-        finite_flag = torch.full((5,), 7.0, device="cuda")
-        put_off = LazyAdam.make(200, "cuda") if lazy else None
-        model.to("cuda").update(
-            counted, changed, degree, finite_flag=finite_flag[3:4], finite_flag_views=seen, lazy=put_off, depth=depth
-        )
-        assert finite_flag[[0, 1, 2, 4]].tolist() == [7.0] * 4
-        return float(finite_flag[3])
-
-    for number in (1, 4, 5, 8, 11):
-        for value in (float("inf"), -float("inf"), float("nan")):
-            assert flag_value(line, number, value) != 0.0
-            assert flag_value(dead, number, value) == 0.0
-        assert flag_value(line, number, 1e30) == 0.0
-    for depth in (False, True):
-        assert (flag_value(line, 9, float("nan"), depth=depth) != 0.0) == depth
-    view = views[line]
-    assert flag_value(line, 5, float("nan"), range(view, view + 1)) != 0.0
-    assert (
-        flag_value(line, 5, float("nan"), range(view + 1, 3)) == flag_value(line, 5, float("nan"), range(view)) == 0.0
-    )
-    none = rows._replace(count=torch.zeros_like(rows.count))
-    assert flag_value(line, 5, float("nan"), None, none) == 0.0

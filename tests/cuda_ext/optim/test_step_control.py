@@ -1,6 +1,7 @@
 """A step's bookkeeping on the CPU: statistics, gate and finite flag of gradients, compared with plain loops."""
 
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ from torch import Tensor
 
 import cuda_ext
 from cuda_ext import LazyAdam, step_gate, step_message
+from cuda_ext.ops.optim.fused import SplatRows
 from cuda_ext.ops.optim.lazy_adam import MOST_STEPS
 from cuda_ext.ops.optim.step_control import HEAD
-from tests.cuda_ext.fused_steps import make_model, make_records
+from tests.cuda_ext.fused_steps import make_model, make_records, to
+from tests.lib.ranks import on_gpus
 
 F64 = torch.float64
 OPS = torch.ops.ns_multigpu
@@ -205,25 +208,29 @@ def test_a_gate_stays_shut_until_the_status_is_zero() -> None:
     check_gate(gated, "")
 
 
-def test_finite_flag() -> None:
-    model = make_model(60, 3)
-    rows = model.forward(200)
-    drawn = (rows.radii[:, 0] > 0).nonzero().squeeze(-1).tolist()
-    line = drawn[len(drawn) // 2]
-    view = int(rows.view_ids[line])
-    dead = next(k for k in range(200) if rows.radii[k, 0] <= 0)
+@pytest.mark.parametrize(
+    ("degree", "lazy", "device"), [(3, False, "cpu"), *(on_gpus(*case) for case in product((0, 3), (False, True)))]
+)
+def test_finite_flag(degree: int, lazy: bool, device: str) -> None:
+    model = make_model(200, 3).to(device)
+    rows = model.forward(700, degree)
+    given = {depth: make_records(to(rows, "cpu"), depth).to(device) for depth in (False, True)}
+    alive, count, views = rows.radii[:, 0] > 0, int(rows.count), rows.view_ids.tolist()
+    drawn = alive[:count].nonzero().squeeze(-1).tolist()
+    line, dead = drawn[len(drawn) // 3], alive.tolist().index(False)
 
     def flag_value(
-        at: int, number: int, value: float, views: range | None = None, count: Tensor | None = None,
-        depth: bool = False,
-    ) -> float:  # fmt: skip
-        records = make_records(rows, depth)
-        records[at, number] = value
-        finite_flag = torch.full((1,), 7.0, dtype=F64)
-        counted = rows if count is None else rows._replace(count=count)
-        one = model.to("cpu", F64)
-        one.update(counted, records, finite_flag=finite_flag, finite_flag_views=views, depth=depth)
-        return float(finite_flag)
+        at: int, number: int, value: float, seen: range | None = None, counted: SplatRows = rows, depth: bool = False
+    ) -> float:
+        changed = given[depth].clone()
+        changed[at, number] = value
+        finite_flag = torch.full((5,), 7.0, device=device, dtype=changed.dtype)
+        deferred = LazyAdam.make(200, device) if lazy else None
+        model.to(device).update(
+            counted, changed, degree, finite_flag=finite_flag[3:4], finite_flag_views=seen, lazy=deferred, depth=depth
+        )
+        assert finite_flag[[0, 1, 2, 4]].tolist() == [7.0] * 4
+        return float(finite_flag[3])
 
     for number in (1, 4, 5, 8, 11):
         for value in (float("inf"), -float("inf"), float("nan")):
@@ -232,13 +239,12 @@ def test_finite_flag() -> None:
         assert flag_value(line, number, 1e30) == 0.0
     for depth in (False, True):
         assert (flag_value(line, 9, float("nan"), depth=depth) != 0.0) == depth
-        assert flag_value(line, 12, float("nan"), depth=depth) == 0.0
-    assert flag_value(line, 0, float("nan"), range(view, view + 1)) != 0.0
-    assert flag_value(line, 0, float("nan"), range(view + 1, 3)) == 0.0
-    assert flag_value(line, 0, float("nan"), range(view)) == 0.0
-    assert flag_value(line, 0, float("nan"), None, torch.tensor([0])) == 0.0, (
-        "no row counts in a step that is not taken"
-    )
+        assert device == "cuda" or flag_value(line, 12, float("nan"), depth=depth) == 0.0
+    view = views[line]
+    assert flag_value(line, 5, float("nan"), range(view, view + 1)) != 0.0
+    assert flag_value(line, 5, float("nan"), range(view + 1, 3)) == flag_value(line, 5, float("nan"), range(view)) == 0
+    none = rows._replace(count=torch.zeros_like(rows.count))
+    assert flag_value(line, 5, float("nan"), None, none) == 0.0, "no row counts in a step that is not taken"
 
 
 def test_opcheck() -> None:

@@ -162,8 +162,8 @@ def test_statistics_are_the_densifiers(absgrad: bool) -> None:
     splats.probe.grad = records[:n, 10:12] if absgrad else records[:n, :2]
     densifier = ReplicatedDensifier(refine_scale2d_stop_iter=100)
     state = densifier.initialize_state()
-    densifier._count(dict(points.params), state, densification_info(splats, views))
-    densifier._count(dict(points.params), state, densification_info(splats, views))
+    densifier.count(dict(points.params), state, densification_info(splats, views))
+    densifier.count(dict(points.params), state, densification_info(splats, views))
     ours = [torch.zeros(300) for _ in range(3)]
     for _ in range(2):
         model.update(

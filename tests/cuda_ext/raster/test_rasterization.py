@@ -217,21 +217,3 @@ def test_conics_that_are_not_positive_definite_follow_the_rule() -> None:
     assert_close_but_few(out.double(), colors, 1e-5, 1e-5, fraction=0.01)
     assert_close_but_few(alpha.double(), alphas, 1e-5, 1e-5, fraction=0.01)
     assert alphas.count_nonzero() > 100
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("channels", [3, 4, 6])
-def test_cuda_equals_reference(channels: int) -> None:
-    splats = make_splats(400, 47, 33, channels=channels, views=2, opacities=(0.02, 0.99)).to("cuda")
-    splats = splats.with_patches(1, 0, 0, 47, 33, *PATCHES, 0, 5, 5, 5, 9)
-    (out, alpha, last), gradients = backward(splats)
-    _, rows = splats.intersect()
-    with use_reference():
-        (out_, alpha_, last_), gradients_ = backward(splats)
-        _, rows_ = splats.intersect()
-    assert_close_but_few(out, out_, 1e-4, 1e-5)
-    assert_close_but_few(alpha, alpha_, 1e-5, 1e-5)
-    found, wanted = (torch.where(x >= 0, r[x.long()], -1) for x, r in ((last, rows), (last_, rows_)))
-    assert (found != wanted).float().mean() < 1e-2 and bool((found >= 0).any())
-    for actual, expected in zip(gradients, gradients_, strict=True):
-        assert_gradient_close(actual, expected, 2e-3)

@@ -234,7 +234,7 @@ def test_viewer_gets_the_training_rate_after_each_block(
 
 
 def test_run_that_ends_between_logs_writes_its_last_step(run: Run) -> None:
-    trainer, _ = run({}, lambda trainer: setattr(trainer, "_may_go_on", lambda step: step <= 30))
+    trainer, _ = run({}, lambda trainer: setattr(trainer, "may_go_on", lambda step: step <= 30))
     assert trainer.step == writer.GLOBAL_BUFFER["step"] == 32
 
 

@@ -131,19 +131,6 @@ def test_every_obstacle_names_itself(change: Callable[[SimpleNamespace], None], 
     assert asked(run)[0] is False
 
 
-def test_poses_are_optimized_in_fused_steps() -> None:
-    run = make_run()
-    _correct_poses(run)
-    assert obstacle(run.config, run.pipeline, run.optimizers) is None
-
-
-def test_mcmc_is_fused() -> None:
-    for wish in ("always", "auto"):
-        run = make_run(wish)
-        run.pipeline.model.densifier = McmcDensifier()
-        assert asked(run, GPU) == (True, "Steps are fused.")
-
-
 def test_compact_optimizer_state_is_refused_wherever_steps_are_not_fused() -> None:
     cases = [
         ("never", World.single(), "--fused-steps never"),
@@ -323,13 +310,6 @@ def test_half_wire_is_refused_without_exchange() -> None:
     run.pipeline.config.transport = "peer"
     with pytest.raises(InputError, match=r"^--pipeline\.wire half: .*--pipeline\.transport peer .* Leave out one"):
         check_requests(run.pipeline, fused=True)
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_each_strategy_of_ours_has_a_fused_step(name: str) -> None:
-    run = make_run()
-    run.pipeline.strategy = STRATEGIES[name](World.single())
-    assert asked(run) == (True, "Steps are fused.")
 
 
 @pytest.mark.parametrize("leg", ["rows", "pixels", "gradients"])

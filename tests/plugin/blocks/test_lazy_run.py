@@ -13,7 +13,6 @@ import pytest
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.blocks import training
 from ns_multigpu.primitives.gaussians.schema import ORDER
-from tests.lib.ranks import run_ranks
 from tests.lib.tile_training_run import MODEL, furthest, train_model
 
 pytestmark = pytest.mark.slow
@@ -24,16 +23,14 @@ OPTIONS: dict[str, Any] = {
     MODEL + "background_color": "black", MODEL + "refine_every": 8, MODEL + "reset_alpha_every": 100,
     **{f"optimizers.{name}.optimizer.eps": EPS for name in ORDER},
     MODEL + "camera_optimizer.mode": "SO3xR3", "optimizers.camera_opt.scheduler": None,
-}  # fmt: skip
-MCMC = {
     MODEL + "densifier": "mcmc", MODEL + "noise_lr": 0.0, MODEL + "mcmc_min_opacity": 0.095,
     MODEL + "max_gaussians": 70, MODEL + "mcmc_opacity_reg": 0.05, MODEL + "mcmc_scale_reg": 0.05,
 }  # fmt: skip
 
 
-def both(world: World, capture: Path, runs: Path, tile: bool, mcmc: bool = False) -> tuple[Any, Any, list[int]]:
-    """Return the runs with deferred steps and without, and the numbers of deferred points at the ends of blocks."""
-    views, options = 2 if tile else 2 // world.size, OPTIONS | (MCMC if mcmc else {})
+@pytest.mark.parametrize("tile", [False, True])
+def test_deferred_steps_equal_immediate_steps(tile: bool, tmp_path: Path, capture: Path) -> None:
+    """Of MCMC without noise: regularised, relocated and grown."""
     behind: list[int] = []
     flush = training.Step.flush
 
@@ -42,26 +39,14 @@ def both(world: World, capture: Path, runs: Path, tile: bool, mcmc: bool = False
         behind.append(0 if lazy is None else int((lazy.last < lazy.steps).sum()))
         flush(step)
 
+    def trained(name: str) -> Any:
+        return train_model(World.single(), tile, capture, tmp_path / name, OPTIONS, STEPS, 2, double=False)
+
     with patch.object(training.Step, "flush", watched):
-        found = [train_model(world, tile, capture, runs / "lazy", options, STEPS, views, double=False)]
-        with patch.object(training, "lazy_serves", lambda *_: False):
-            found.append(train_model(world, tile, capture, runs / "dense", options, STEPS, views, double=False))
-    return found[0], found[1], behind
-
-
-@pytest.mark.parametrize("tile", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_deferred_steps_equal_immediate_steps(ranks: int, tile: bool, tmp_path: Path, capture: Path) -> None:
-    for lazy, dense, behind in run_ranks(both, ranks, capture, tmp_path / "runs", tile):
-        assert max(behind) > 0 and len(behind) < STEPS, "no step was deferred, or blocks had one step each"
-        away = furthest(lazy, dense)
-        assert max(away.values()) < AWAY, away
-
-
-@pytest.mark.parametrize("tile", [False, True])
-def test_deferred_steps_of_mcmc_without_noise_equal_immediate_steps(tile: bool, tmp_path: Path, capture: Path) -> None:
-    """Regularised, relocated and grown."""
-    lazy, dense, behind = both(World.single(), capture, tmp_path / "runs", tile, mcmc=True)
-    assert max(behind) > 0 and lazy["points"][-1][1] == 70
+        lazy = trained("lazy")
+    with patch.object(training, "lazy_serves", lambda *_: False):
+        dense = trained("dense")
+    assert max(behind) > 0 and len(behind) < STEPS, "no step was deferred, or blocks had one step each"
+    assert lazy["points"][-1][1] == 70
     away = furthest(lazy, dense)
     assert max(away.values()) < AWAY, away

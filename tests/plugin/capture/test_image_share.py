@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ns_multigpu.core.assign.assignment import RoundRobinViews
-from ns_multigpu.core.assign.image_part import ImagePart
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.assign.view_sequence import ViewSequence
 from ns_multigpu.core.dist.world import World
@@ -86,24 +85,6 @@ def test_images_are_received_by_their_readers(size: int, budget: int | None) -> 
     if size == 4:
         # 0, 4, 8, 4 all lie on rank 0, which keeps one of them.
         assert total[1] > 0
-
-
-def _deliver_from_two(world: World) -> int:
-    """Every reader gets images of both other ranks, whose order in the batch is not that of the ranks."""
-    share = ImageShare(_shapes(11), _image, world, label="test")
-    batch = [5, 4, 3, 8, 7, 0]  # held by ranks 2, 1, 0, 2, 1, 0
-    views = _views(batch)
-    everything = [Patch.whole(position, view) for position, view in enumerate(views)]
-    for drawn in ([everything] * world.size, [everything[::-1], everything[1:4], everything[2:]]):
-        plan = Plan.of(drawn)
-        images = share.deliver(batch, plan, world.device, views)
-        assert set(images) == set(plan.drawn[world.rank])
-        assert all(_same(part.data, _image(batch[patch.view])) for patch, part in images.items())
-    return len(images)
-
-
-def test_images_of_two_sources_are_not_mixed_up() -> None:
-    assert run_ranks(_deliver_from_two, 3) == [6, 3, 4]
 
 
 def _cut(world: World, budget: int | None, owners: list[int] | None) -> tuple[int, int]:
@@ -192,21 +173,6 @@ def _owned(world: World) -> int:
 
 def test_images_are_sent_to_owners_of_pixels() -> None:
     assert run_ranks(_owned, 2) == [_shapes(1)[0].nbytes, 0]
-
-
-def _lower(world: World) -> None:
-    """A view drawn at a lower resolution than its image's is delivered whole."""
-    share = ImageShare(_shapes(11), _image, world, label="test")
-    batch = [5, 4, 8]
-    views = _views(batch, factor=2)
-    plan = Plan.of([[Patch(p, 0, 0, view.width, 1) for p, view in enumerate(views)]] * world.size)
-    for patch, part in share.deliver(batch, plan, world.device, views).items():
-        assert _same(part.data, _image(batch[patch.view]))
-        assert part.rectangle == ImagePart.whole(_image(batch[patch.view])).rectangle
-
-
-def test_downscaled_view_gets_the_complete_image() -> None:
-    run_ranks(_lower, 2)
 
 
 def test_rectangles_or_the_whole_image_whichever_is_less() -> None:

@@ -78,7 +78,7 @@ def test_training_continues_during_a_save(capture: Path, tmp_path: Path) -> None
 def test_interrupted_while_one_is_on_its_way(capture: Path, tmp_path: Path, save_on_interrupt: bool) -> None:
     trainer = start(ALONE, capture, tmp_path, 50, steps_per_save=4, save_on_interrupt=save_on_interrupt)
     stopping = threading.Event()
-    usual, stop = trainer._may_go_on, trainer._stop_early
+    usual, stop = trainer.may_go_on, trainer._stop_early
 
     def may_go_on(step: int) -> bool:
         if step == 6:
@@ -90,7 +90,7 @@ def test_interrupted_while_one_is_on_its_way(capture: Path, tmp_path: Path, save
         stopping.set()
         stop()
 
-    trainer._may_go_on, trainer._stop_early = may_go_on, stop_early  # type: ignore[method-assign]
+    trainer.may_go_on, trainer._stop_early = may_go_on, stop_early  # type: ignore[method-assign]
     with disk(lambda _: until(stopping.is_set)), pytest.raises(Interrupted) as caught:
         trainer.train()
     newest = trainer.checkpoint_dir / "step-000000005.ckpt"
@@ -101,7 +101,7 @@ def test_interrupted_while_one_is_on_its_way(capture: Path, tmp_path: Path, save
 def test_failing_run_finishes_its_save(capture: Path, tmp_path: Path) -> None:
     trainer = start(ALONE, capture, tmp_path, 50, steps_per_save=4)
     failed = threading.Event()
-    usual = trainer._may_go_on
+    usual = trainer.may_go_on
 
     def may_go_on(step: int) -> bool:
         if step == 6:
@@ -109,7 +109,7 @@ def test_failing_run_finishes_its_save(capture: Path, tmp_path: Path) -> None:
             raise KeyError("broken")
         return usual(step)
 
-    trainer._may_go_on = may_go_on  # type: ignore[method-assign]
+    trainer.may_go_on = may_go_on  # type: ignore[method-assign]
     with disk(lambda _: until(failed.is_set)), pytest.raises(KeyError, match="broken"):
         trainer.train()
     assert steps_in(trainer.checkpoint_dir) == [4]
@@ -133,7 +133,7 @@ class Config:
         from ns_multigpu.plugin.run.trainer import DistributedTrainer
 
         trainer = DistributedTrainer(self.config, local_rank=local_rank, world_size=world_size)
-        usual, train, folder = trainer._may_go_on, checkpoint_storage.write_bytes, self.get_base_dir()
+        usual, train, folder = trainer.may_go_on, checkpoint_storage.write_bytes, self.get_base_dir()
 
         def may_go_on(step: int) -> bool:
             if step == 6 and trainer.world.rank == 1 and self.what == "raise":
@@ -151,7 +151,7 @@ class Config:
                     os.kill(os.getpid(), signal.SIGKILL)
             train(file, data)
 
-        trainer._may_go_on = may_go_on  # type: ignore[method-assign]
+        trainer.may_go_on = may_go_on  # type: ignore[method-assign]
         checkpoint_storage.write_bytes = write_bytes
         return trainer
 

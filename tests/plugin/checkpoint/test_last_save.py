@@ -178,7 +178,7 @@ def test_a_run_ends_with_it(capture: Path, tmp_path: Path, clock: Clock, capsys:
 def test_stopped_run_checks_disk_space_once(capture: Path, tmp_path: Path, capsys: Any) -> None:
     trainer = set_up(capture, tmp_path / "runs", save_fallback_dir=tmp_path / "other")
     trainer.config.max_num_iterations = 10**6
-    trainer._may_go_on = lambda step: step < 3 or setattr(trainer.guards.signals, "agreed", 15) is not None
+    trainer.may_go_on = lambda step: step < 3 or setattr(trainer.guards.signals, "agreed", 15) is not None
     with disk(full(trainer.base_dir)), pytest.raises(Interrupted) as caught:
         trainer.train()
     path = tmp_path / "other" / RUN / "nerfstudio_models" / "step-000000002.ckpt"

@@ -1,93 +1,38 @@
-"""A model whose owners do not hold ranges, saved as it lies: any ranks, placements and replicas read it by place."""
+"""A model whose owners do not hold ranges, saved as it lies, and read by place."""
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ns_multigpu.core.assign.placement import Placement, Sharded
 from ns_multigpu.core.assign.shard_index import ShardIndex
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.checkpoint import rows as checkpoint_rows
-from ns_multigpu.plugin.checkpoint.atomic_save import open_checkpoint
 from ns_multigpu.plugin.checkpoint.saved_tensors import SavedTensors
 from ns_multigpu.plugin.checkpoint.sharded_state import PLACES, split_state
-from tests.lib.placements import HalfSpaces, Scattered
+from tests.lib.placements import HalfSpaces
 from tests.lib.ranks import run_ranks
 from tests.lib.saving import ALONE, files_of
-from tests.lib.sharding import (
-    POINTS,
-    assert_rows,
-    load_placed,
-    rows_of,
-    save_sharded,
-    whole_model,
-    whole_state,
-)
-
-Read = tuple[list[int], list[int] | None]
-"""The places that a rank read, and those that it keeps."""
+from tests.lib.sharding import assert_rows, load_placed, rows_of, save_sharded, whole_model, whole_state
 
 
 def _slabs(world: World) -> torch.Tensor:
     return torch.where(HalfSpaces().owners(whole_model()["means"], world.size) == world.rank)[0]
 
 
-def _save(world: World, models: Path) -> list[int]:
+def _save(world: World, models: Path) -> None:
     checkpoint_rows.BLOCK = 5
-    mine = _slabs(world)
-    assert save_sharded(world, models, 1, mine, whole_model(), whole_state(), HalfSpaces()) == ""
-    return mine.tolist()
+    assert save_sharded(world, models, 1, _slabs(world), whole_model(), whole_state(), HalfSpaces()) == ""
 
 
-def _load(world: World, models: Path, placement: Placement | None) -> Read:
-    """Compare what is read with the whole model's rows at these places."""
+def _load(world: World, models: Path) -> list[int]:
+    """Compare what is read with the whole model's rows at these places, and return them."""
     checkpoint_rows.BLOCK = 5
-    own, model, state = load_placed(world, models, 1, placement)
-    if placement is None:
-        places = torch.arange(POINTS)
-    elif own.places is not None:
-        places = own.places
-    else:
-        places = torch.arange(sum(own.counts[: world.rank]), sum(own.counts[: world.rank + 1]))
-    if placement is None and not world.is_main:  # replicas ask for the sum of statistics
-        state |= {name: whole_state()[name] for name in state if name.startswith("densifier/")}
-    assert_rows(places, model, state)
-    return places.tolist(), None if own.places is None else own.places.tolist()
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
-    models = tmp_path_factory.mktemp("placed") / "nerfstudio_models"
-    return models, run_ranks(_save, 3, models)
-
-
-def test_as_many_ranks_with_it_take_what_they_had(saved: tuple[Path, list[list[int]]]) -> None:
-    models, mine = saved
-    assert run_ranks(_load, 3, models, HalfSpaces()) == [(places, places) for places in mine]
-    assert all(len(places) > 2 and places[-1] - places[0] >= len(places) for places in mine)
-    marker = open_checkpoint(models / "step-000000001.ckpt", ALONE).content["pipeline"]["ns_multigpu.shards"]
-    assert marker["placement"] == "HalfSpaces"
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_other_world_size_distributes_points_again(saved: tuple[Path, list[list[int]]], size: int) -> None:
-    slabs = [_slabs(World(rank, size, rank, size, ALONE.device)).tolist() for rank in range(size)]
-    assert run_ranks(_load, size, saved[0], HalfSpaces()) == [(places, places) for places in slabs]
-
-
-def test_another_placement_distributes_points_again(saved: tuple[Path, list[list[int]]]) -> None:
-    bounds = [0, 12, 24, 37]
-    ranges = [(list(range(a, b)), None) for a, b in pairwise(bounds)]
-    assert run_ranks(_load, 3, saved[0], Sharded()) == ranges
-    scattered = run_ranks(_load, 3, saved[0], Scattered())  # which begins with the same half-spaces
-    assert [places for places, _ in scattered] == saved[1]
-
-
-def test_replicas_read_all_in_order(saved: tuple[Path, list[list[int]]]) -> None:
-    assert run_ranks(_load, 2, saved[0], None) == [(list(range(POINTS)), None)] * 2
+    own, model, state = load_placed(world, models, 1, HalfSpaces())
+    assert own.places is not None
+    assert_rows(own.places, model, state)
+    return own.places.tolist()
 
 
 def _save_ranges(world: World, models: Path) -> None:
@@ -96,12 +41,12 @@ def _save_ranges(world: World, models: Path) -> None:
 
 
 def test_resume_from_ranges(tmp_path: Path) -> None:
-    """Although there are as many ranks as wrote them."""
+    """Although there are as many ranks as wrote them. test_locality_run resumes from places."""
     models = tmp_path / "nerfstudio_models"
     run_ranks(_save_ranges, 3, models)
     assert PLACES not in SavedTensors(files_of(models, 1)[1].parent).names
     slabs = [_slabs(World(rank, 3, rank, 3, ALONE.device)).tolist() for rank in range(3)]
-    assert run_ranks(_load, 3, models, HalfSpaces()) == [(places, places) for places in slabs]
+    assert run_ranks(_load, 3, models) == slabs
 
 
 def test_places_of_other_points_are_not_saved() -> None:
@@ -110,8 +55,9 @@ def test_places_of_other_points_are_not_saved() -> None:
         split_state({}, whole_model(), ALONE, shard_index)
 
 
-def test_rows_here_and_there(saved: tuple[Path, list[list[int]]]) -> None:
-    tensors = SavedTensors(files_of(saved[0], 1)[1].parent)
+def test_rows_here_and_there(tmp_path: Path) -> None:
+    run_ranks(_save, 3, tmp_path / "nerfstudio_models")
+    tensors = SavedTensors(files_of(tmp_path / "nerfstudio_models", 1)[1].parent)
     at: Any = tensors.read([PLACES])[PLACES]
     some = torch.tensor([30, 2, 2, 36, 0])
     assert torch.equal(tensors.rows_of("model/means", some), whole_model()["means"][at[some]])

@@ -12,7 +12,7 @@ from torch import Tensor
 from ns_multigpu.core.assign.placement import Sharded
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.checkpoint import rows as checkpoint_rows
-from ns_multigpu.plugin.checkpoint.atomic_save import open_checkpoint, save
+from ns_multigpu.plugin.checkpoint.atomic_save import open_checkpoint
 from ns_multigpu.plugin.checkpoint.own_rows import SavedRows, own_rows
 from ns_multigpu.plugin.checkpoint.saved_tensors import SavedTensors
 from ns_multigpu.plugin.checkpoint.sharded_state import split_state
@@ -58,41 +58,6 @@ def test_as_many_ranks_take_what_they_had(tmp_path: Path) -> None:
         for rank, rows in enumerate(ranges):
             world = World(rank, 3, rank, 3, CPU)
             assert own_rows(pipeline, models, Sharded(), world) == SavedRows(37, rows, sizes)
-
-
-# ---- between sharded and replicated ----
-
-
-def _replicated(world: World, models: Path) -> None:
-    rows, model, state = load(world, models, 1, sharded=False)
-    grad2d = state["densifier/grad2d"].clone()
-    dist.all_reduce(grad2d)
-    assert_rows(rows, model, {**state, "densifier/grad2d": grad2d, "densifier/count": whole_state()["densifier/count"]})
-
-
-def _save_replicas(world: World, models: Path) -> None:
-    model, state = whole_model(), whole_state()
-    for name in ("densifier/grad2d", "densifier/count"):
-        value = state.pop(name)
-        state[name.replace("densifier/", f"rank{world.rank}/densifier/")] = value * (0.25 if world.rank else 0.75)
-    pipeline = {f"_model.gauss_params.{name}": value for name, value in model.items()} | {"_model.pose": torch.ones(6)}
-    assert save(models, 1, lambda: pipeline, state, {"ranks": world.size}, world) == ""
-
-
-def _spread(world: World, models: Path) -> None:
-    rows, model, state = load(world, models, 1)
-    for name in ("densifier/grad2d", "densifier/count"):
-        torch.testing.assert_close(state[name], whole_state()[name][rows.start : rows.stop])
-        state[name] = whole_state()[name][rows.start : rows.stop]
-    assert_rows(rows, model, state)
-
-
-def test_from_shards_to_replicas_and_back(tmp_path: Path) -> None:
-    """The statistics summed over replicas equal those of one; none is counted twice."""
-    run_ranks(carried, 3, tmp_path / "a" / "nerfstudio_models", [3, 0, 34], 1)
-    run_ranks(_replicated, 2, tmp_path / "a" / "nerfstudio_models")
-    run_ranks(_save_replicas, 2, tmp_path / "b" / "nerfstudio_models")
-    run_ranks(_spread, 3, tmp_path / "b" / "nerfstudio_models")
 
 
 # ---- nothing is gathered ----

@@ -39,6 +39,7 @@ def test_the_same_bytes_as_nerfstudios(
         kept, total = export_ply(path, output, chunk=chunk, crop=crop, rgb=rgb)
         assert output.read_bytes() == expected
         assert total == 200 and (5 < kept < 60 if boxed else 140 < kept < 200)
+        assert [file.name for file in output.parent.iterdir() if "part" in file.name] == []
 
 
 @pytest.mark.filterwarnings("error")

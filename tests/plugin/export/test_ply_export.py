@@ -75,19 +75,6 @@ def sharded(models: Path, params: dict[str, Tensor], step: int = 1) -> Path:
     return models / f"step-{step:09d}.ckpt"
 
 
-@pytest.mark.parametrize("written", [ordinary, sharded])
-def test_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: Any) -> None:
-    params = points(degree=3)
-    expected = as_nerfstudio_does(params, tmp_path, monkeypatch)
-    path = written(tmp_path / "nerfstudio_models", params)
-    for chunk in (1000, 50, 13, 1):
-        output = tmp_path / "out" / f"{chunk}.ply"
-        kept, total = export_ply(path, output, chunk=chunk)
-        assert output.read_bytes() == expected
-        assert total == 50 and 30 < kept < 50, "some are too transparent"
-        assert [file.name for file in output.parent.iterdir() if "part" in file.name] == []
-
-
 def test_without_harmonics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Colours to the rounding of torch's sigmoid, all else the same bytes."""
     params = points(degree=0)

@@ -1,20 +1,11 @@
 """Failure records that a worker writes and the launcher prints."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ns_multigpu.plugin.launch import launcher
-
-
-def test_a_failure_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "EXIT_DELAY_S", 0.0)
-    launcher._write_record(RuntimeError("no more"), 1, tmp_path)
-    (file,) = tmp_path.glob("failure-*.json")
-    record = json.loads(file.read_text("utf8"))
-    assert file.name == "failure-1.json" and record["rank"] == 1 and record["message"] == "RuntimeError: no more"
 
 
 def test_a_worker_that_is_ended_while_it_writes_leaves_no_half_of_a_record(

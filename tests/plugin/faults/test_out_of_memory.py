@@ -49,7 +49,7 @@ def _run_out(
     trainer = start(world, capture, run, 12, **options)
     before: dict[str, torch.Tensor] = {}
     unlucky = world.rank == world.size - 1
-    usual_loss, usual_look = splat_model.photometric_loss, trainer._may_go_on
+    usual_loss, usual_look = splat_model.photometric_loss, trainer.may_go_on
     step_now = 0
 
     def may_go_on(step: int) -> bool:
@@ -68,7 +68,7 @@ def _run_out(
     def update(*args: Any, **kwargs: Any) -> Any:
         return no_memory() if unlucky and step_now == STEP else usual_update(*args, **kwargs)
 
-    trainer._may_go_on = may_go_on  # type: ignore[method-assign]
+    trainer.may_go_on = may_go_on  # type: ignore[method-assign]
     usual_update = trainer.optimizers.optimizer_step_all
     said = ""
     with pytest.MonkeyPatch.context() as patch:

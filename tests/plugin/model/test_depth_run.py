@@ -65,12 +65,3 @@ def test_a_weight_that_is_none_is_refused(primitive: Any) -> None:
         with pytest.raises(InputError, match=f"--pipeline.model.depth-loss {weight}: give a weight of 0 or more"):
             check_primitive(SplatModelConfig(primitive=primitive, depth_loss=weight), "tile")
     check_primitive(SplatModelConfig(primitive=primitive, depth_loss=0.01, normal_loss=0.0), "pixel")
-
-
-def test_a_capture_without_tracks_ends_before_training(tmp_path: Path) -> None:
-    write_capture(tmp_path / "capture", wide=False)
-    with pytest.raises(
-        InputError, match=r"--pipeline.model.depth-loss: .*\n .*colmap/sparse/0: there is no such folder"
-    ):
-        begin(tmp_path, "run", 1)
-    assert begin(tmp_path, "without", 1, depth_loss=0.0).pipeline.observed == []

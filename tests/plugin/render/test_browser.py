@@ -58,7 +58,7 @@ def _train(world: World, folder: Path, port: int) -> list[int]:
         trainer.pipeline.model.gauss_params["opacities"].data += 3.0
         params = {name: value.detach() for name, value in trainer.pipeline.model.gauss_params.items()}
         torch.save(params, folder / f"points-{world.rank}.pt")
-        usual = trainer._may_go_on
+        usual = trainer.may_go_on
 
         def go_on(step: int) -> bool:
             trainer.stop_training |= world.is_main and (folder / "stop").exists()
@@ -67,7 +67,7 @@ def _train(world: World, folder: Path, port: int) -> list[int]:
                 (folder / "next").replace(folder / "step")
             return usual(step)
 
-        trainer._may_go_on = go_on
+        trainer.may_go_on = go_on
 
     still = {f"optimizers.{name}.optimizer.lr": 0.0 for name in ("features_dc", "features_rest", "opacities", "scales")}
     options = {

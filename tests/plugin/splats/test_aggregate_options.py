@@ -65,7 +65,7 @@ def test_one_process_has_all_visible_gpus(config: Any, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("kind", "devices"), [("cuda", "2 GPUs"), ("cpu", "2 pretended GPUs")])
 def test_the_first_line_counts_gpus_of_one_process(config: Any, kind: str, devices: str) -> None:
     config.machine.num_devices, config.machine.device_type, config.experiment_name = 2, kind, "fox"
-    said = config._in_short()
+    said = config.short_summary()
     assert said.startswith(f"splatfacto-aggregate on {devices} of one process: 30,000 images\nRun folder ")
 
 

@@ -66,7 +66,7 @@ def test_every_method_has_it(method: str) -> None:
         assert value(config, name) == wanted
     assert "--pipeline.model.densifier mcmc" in recipe_lines(config)[0] and "best" in recipe_lines(config)[0]
     assert "--pipeline.model.exposure auto" in recipe_lines(config)[0]
-    assert recipe_lines(config)[0] in config._in_short() and "None" not in recipe_lines(config)[0]
+    assert recipe_lines(config)[0] in config.short_summary() and "None" not in recipe_lines(config)[0]
 
 
 @pytest.mark.parametrize("primitive", ["2dgs", "4dgs"])
@@ -79,7 +79,7 @@ def test_primitives_without_mcmc_keep_their_densifier_with_a_message(primitive: 
     assert recipe_lines(config)[0].startswith(
         f"Recipe: splatfacto. best is MCMC, and {title} do not support it: it sets nothing"
     )
-    assert recipe_lines(config)[0] in config._in_short()
+    assert recipe_lines(config)[0] in config.short_summary()
     check_primitive(config.pipeline.model, "tile")
     config = given("--recipe", "best", "--pipeline.model.primitive", primitive, "--pipeline.model.densifier", "mcmc")
     with pytest.raises(InputError, match=f"densifier mcmc is not for {title}"):

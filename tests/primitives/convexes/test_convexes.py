@@ -9,7 +9,6 @@ import torch
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.kernels import Cameras
-from ns_multigpu.core.schema import names
 from ns_multigpu.core.types import Hits, Patch, Points
 from ns_multigpu.plugin.model.densifiers import make_densifier
 from ns_multigpu.plugin.model.options import SplatModelConfig
@@ -19,17 +18,9 @@ from ns_multigpu.primitives.convexes.functions import Convexes, screen_radii
 from ns_multigpu.primitives.convexes.init import DELTA, SIZE, STEEPNESS, initial_convexes
 from ns_multigpu.primitives.densify.densifier import densification_info
 from ns_multigpu.primitives.densify.regroup import grow_and_prune
-from ns_multigpu.primitives.registry import PRIMITIVES, RenderOptions
 from tests.strategies.scene import make_convexes, make_views
 
 ALL = Convexes(sh_degree=3, depth=True)
-
-
-def test_schema_describes_a_point() -> None:
-    kind, points = PRIMITIVES["convex"], make_convexes(5, torch.float64)
-    assert set(names(kind.schema)) == set(points.params)
-    assert all(points.params[one.name].shape[1] == one.shape[0] for one in kind.schema if one.shape[0] > 0)
-    assert kind.make(RenderOptions(2, True)) == replace(ALL, sh_degree=2)
 
 
 def test_it_begins_as_a_sphere_of_corners_around_each_seed_point() -> None:

@@ -91,10 +91,10 @@ def test_refinement_may_be_decided_ahead(again: bool, monkeypatch: pytest.Monkey
         densifier = ReplicatedDensifier(**RULES, seed=7)
         state = densifier.initialize_state()
         given = (params, optimizers, state, 16, 1)
-        densifier._count(params, state, rows_of(0, COUNT))
+        densifier.count(params, state, rows_of(0, COUNT))
         if ahead and again:
             assert not densifier.refine_ahead(*given, torch.tensor(False))
-        densifier._count(params, state, rows_of(1, COUNT))
+        densifier.count(params, state, rows_of(1, COUNT))
         if ahead:
             before = {name: state[name].clone() for name in ("grad2d", "count", "radii")}
             assert not densifier.refine_ahead(*given, torch.tensor(True)), "how many there are has to be known"
@@ -125,7 +125,7 @@ def test_a_small_model_is_gathered_at_once_and_a_large_one_tensor_by_tensor(monk
         params, optimizers = model()
         densifier = ReplicatedDensifier(**RULES, seed=7)
         state = densifier.initialize_state()
-        densifier._count(params, state, rows_of(0, COUNT))
+        densifier.count(params, state, rows_of(0, COUNT))
         densifier.refine_when_due(params, optimizers, state, 16, 1)
         moments = {n: optimizers[n].state[p]["exp_avg_sq"] for n, p in params.items()}
         outcomes.append(

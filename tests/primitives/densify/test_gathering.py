@@ -54,7 +54,7 @@ def refined(
     params, optimizers = model()
     densifier = ReplicatedDensifier(**RULES, seed=7)
     state = densifier.initialize_state()
-    densifier._count(params, state, rows_of(0, COUNT))
+    densifier.count(params, state, rows_of(0, COUNT))
     before = add_spare_storage(params, optimizers, rows) if rows else {}
     if rows:
         state.update({name: with_spare(state[name], rows) for name in STATE})
@@ -112,7 +112,7 @@ def test_decision_for_another_image_is_discarded() -> None:
         if earlier:
             densifier.refine_ahead(params, optimizers, state, 40, 1, torch.tensor(True))
             assert densifier._ahead is not None
-        densifier._count(params, state, rows_of(0, COUNT))
+        densifier.count(params, state, rows_of(0, COUNT))
         densifier.refine_when_due(params, optimizers, state, 16, 1)
         outcomes.append(values(params, optimizers, state))
     assert all(torch.equal(outcomes[1][name], value) for name, value in outcomes[0].items())

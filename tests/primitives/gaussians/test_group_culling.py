@@ -9,7 +9,6 @@ import torch
 from cuda_ext.ops.project import boxes as operators
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.kernels import Model
-from ns_multigpu.core.step.step import Step
 from ns_multigpu.core.step.step_settings import GROUPS_FROM, StepSettings
 from ns_multigpu.core.types import Points
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
@@ -115,46 +114,6 @@ def test_large_models_are_culled_by_groups_by_default() -> None:
         boxes = step_of(world, "single", params, settings, moments={k: (v, v) for k, v in params.items()})._model.boxes
         assert (boxes is None) == (count < GROUPS_FROM // 8)
         assert boxes is None or boxes.shape == (GROUPS_FROM // 8 // 32, 8)
-
-
-def test_points_that_others_change_are_seen_after_a_refresh() -> None:
-    """As training does at the beginning of a block: points may have been moved, and have grown."""
-    world = World.single(torch.device("cpu"))
-    params = {name: value.detach() for name, value in make_row(200, torch.float32, world.device).params.items()}
-    settings = StepSettings(WIDTH, HEIGHT, 1, LAMBDA, 512, 1, 4096)
-    made = step_of(world, "single", params, settings)
-    one = Step(
-        made._kernels, params, dict.fromkeys(params, (torch.zeros(0), torch.zeros(0))), {}, settings,
-        made._strategy, made._transport, group_culling=True,
-    )  # fmt: skip
-    boxes = one._model.boxes
-    assert boxes is not None
-    before = boxes.clone()
-    params["means"] += 5.0
-    params["scales"] += 1.0
-    assert torch.equal(boxes, before)
-    one.refresh()
-    torch.testing.assert_close(boxes[:, :6], before[:, :6] + 5)
-    torch.testing.assert_close(boxes[:, 6], before[:, 6] + 1)
-
-
-def test_a_flush_moves_points_and_their_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of points that no view had drawn."""
-    looked: list[tuple[bool, bool]] = []
-    flush = Step.flush
-
-    def watched(one: Step) -> None:
-        means, log_scales, boxes = one._model.params[0], one._model.params[2], one._model.boxes
-        assert boxes is not None
-        before = means.clone()
-        flush(one)
-        fresh = operators.new_boxes(means)
-        operators.splat_boxes(means, log_scales, fresh)
-        looked.append((bool((means != before).any()), torch.equal(boxes, fresh)))
-
-    monkeypatch.setattr(Step, "flush", watched)
-    taken(World.single(), TrainingRun("single", 2, 6, points=700, scene=make_row, lazy=True, grouped=True))
-    assert looked == [(True, True)]
 
 
 # ---- on GPUs ----

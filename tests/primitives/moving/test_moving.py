@@ -10,7 +10,7 @@ from nerfstudio.cameras.cameras import Cameras
 
 import cuda_ext
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.schema import floats, names
+from ns_multigpu.core.schema import names
 from ns_multigpu.core.types import Patch, Points, Splats, View
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.model.surfaces import check_primitive
@@ -33,12 +33,6 @@ F64 = torch.float64
 
 def rows_of(kind: MovingGaussians | Gaussians, points: Points, views: list[View]) -> Splats:
     return kind.splat(points, kind.cull(points, views, range(len(views))), views)
-
-
-def test_a_point_is_161_numbers() -> None:
-    assert floats(SCHEMA, 3) == 161 and floats([p for p in SCHEMA if p.name.startswith(("feat", "cos"))], 3) == 144
-    points = make_moving_points(3, F64)
-    assert set(points.params) == set(names(SCHEMA))
 
 
 def test_at_first_they_stand_still_and_look_as_3d_gaussians_do() -> None:

@@ -9,7 +9,6 @@ import torch
 import yaml
 
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.plugin.checkpoint import background
 from ns_multigpu.plugin.checkpoint.training_state import put_generators
 from ns_multigpu.plugin.faults.errors import InputError, SaveFailed
 from ns_multigpu.plugin.run.config import read_config
@@ -30,36 +29,6 @@ def test_a_run_is_as_long_as_its_images_have_pixels(capture: Path, tmp_path: Pat
     said = capsys.readouterr().out
     assert "dB (SSIM" in said and f"--max-num-images {math.ceil(2 * steps * RAYS / (28 * 24))}" in said
     assert "ns-viewer --load-config" in said
-
-
-def test_checkpoints_are_written_during_training(
-    capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copies: list[bool] = []
-    usual = background.training_copy
-
-    def copied(*given: Any) -> Any:
-        found = usual(*given)
-        copies.append(found is not None)
-        return found
-
-    monkeypatch.setattr(background, "training_copy", copied)
-    config = configured(capture, tmp_path, steps=8)
-    config.steps_per_save = 4
-    trainer = trained(World.single(), config)
-    assert copies == [True] and steps_in(trainer.checkpoint_dir) == [4, 7]
-
-
-def test_last_checkpoint_is_written_to_a_disk_with_space(capture: Path, tmp_path: Path, capsys: Any) -> None:
-    config, other = configured(capture, tmp_path / "runs"), tmp_path / "other"
-    config.save_fallback_dir, config.save_retry_seconds = other, 0.0
-    with disk(full(tmp_path / "runs")):
-        trained(World.single(), config)
-    models = other / RUN / "nerfstudio_models"
-    assert steps_in(models) == [2] and f"--load-dir {models}" in capsys.readouterr().out
-    config = configured(capture, tmp_path / "next", steps=5)
-    config.load_dir = models
-    assert trained(World.single(), config)._start_step == 3
 
 
 def test_unsaved_steps_are_reported(capture: Path, tmp_path: Path) -> None:
