@@ -31,7 +31,7 @@ from tests.strategies.scene import make_image, make_points, make_views
 
 GPUS = bool(os.environ.get("NS_MULTIGPU_TEST_GPUS"))
 POINTS, VIEWS, STEPS, RATE = 151, 3, 5, 0.01
-FAR, CLIP = 3.3, 3.0
+FAR, CLIP = 3.3, 5.0
 """World units and pixels: each leaves out a part of what views see."""
 LOOSER = 10 if GPUS else 1  # exponentials of GPUs round otherwise
 Use = Callable[..., None]
