@@ -9,6 +9,7 @@ import torch
 from cuda_ext.ops.project import boxes as operators
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.kernels import Model
+from ns_multigpu.core.step.step import Step
 from ns_multigpu.core.step.step_settings import GROUPS_FROM, StepSettings
 from ns_multigpu.core.types import Points
 from ns_multigpu.primitives.gaussians.kernels import GaussianKernels
@@ -114,6 +115,25 @@ def test_large_models_are_culled_by_groups_by_default() -> None:
         boxes = step_of(world, "single", params, settings, moments={k: (v, v) for k, v in params.items()})._model.boxes
         assert (boxes is None) == (count < GROUPS_FROM // 8)
         assert boxes is None or boxes.shape == (GROUPS_FROM // 8 // 32, 8)
+
+
+def test_a_flush_moves_points_and_their_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of points that no view had drawn."""
+    looked: list[tuple[bool, bool]] = []
+    flush = Step.flush
+
+    def watched(one: Step) -> None:
+        means, log_scales, boxes = one._model.params[0], one._model.params[2], one._model.boxes
+        assert boxes is not None
+        before = means.clone()
+        flush(one)
+        fresh = operators.new_boxes(means)
+        operators.splat_boxes(means, log_scales, fresh)
+        looked.append((bool((means != before).any()), torch.equal(boxes, fresh)))
+
+    monkeypatch.setattr(Step, "flush", watched)
+    taken(World.single(), TrainingRun("single", 2, 6, points=700, scene=make_row, lazy=True, grouped=True))
+    assert looked == [(True, True)]
 
 
 # ---- on GPUs ----
