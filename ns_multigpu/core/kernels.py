@@ -168,12 +168,14 @@ class Kernels(RowFormat):
 
     Attributes:
         parameters: the names of the parameters in the order that operators take them.
+        gradient_floats: numbers of a gradient record that are gradients: its first. Others may hold anything.
         sized: True if `update` counts the points' sizes on the screen on any rank.
         can_defer: True if steps of points that are not drawn can be deferred: `model` takes `lazy`.
         supports_half: True if `wire` takes `half`.
     """
 
     parameters: tuple[str, ...]
+    gradient_floats: int
     sized: bool = True
     can_defer: bool = True
     supports_half: bool = True

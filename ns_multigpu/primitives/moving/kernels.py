@@ -14,8 +14,8 @@ from ns_multigpu.core.kernels import Cameras
 from ns_multigpu.core.schema import names
 from ns_multigpu.core.types import Points
 from ns_multigpu.primitives.composed_kernels import ComposedKernels, RowLines
-from ns_multigpu.primitives.gaussians.row_kernels import GaussianRowKernels
 from ns_multigpu.primitives.moving.schema import SCHEMA
+from ns_multigpu.primitives.row_kernels import GaussianRowKernels
 
 if TYPE_CHECKING:
     from ns_multigpu.primitives.moving.functions import MovingGaussians

@@ -34,7 +34,7 @@ def test_rows_match_the_schema() -> None:
     rows = kind.splat(points, kind.cull(points, views, [0, 1]), views).rows
     assert {name: row[0].numel() for name, row in rows.items()} == ROW
     assert SplatRows._fields == ("view_ids", "point_ids", "count", *ROW)
-    assert RECORD_FLOATS == TRAVELS == GaussianKernels.record_floats >= sum(ROW.values()) + 2
+    assert RECORD_FLOATS == TRAVELS == GaussianKernels(3).record_floats >= sum(ROW.values()) + 2
 
 
 def test_each_parameter_has_its_columns_in_files() -> None:

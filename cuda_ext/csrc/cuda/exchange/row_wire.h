@@ -24,24 +24,26 @@ struct WireSegments {
 };
 
 // place [ranks, count].
-cudaError_t pack_wire_launch(const PackRows& rows, const int32_t* place, const WireSegments& to, bool slots,
-                             uint32_t* wire, cudaStream_t stream);
+cudaError_t pack_wire_launch(const RowWidths& widths, const PackRows& rows, const int32_t* place,
+                             const WireSegments& to, bool slots, uint32_t* wire, cudaStream_t stream);
 
 // counts [ranks]; arrays of as many rows as all capacities together.
-cudaError_t unpack_wire_launch(const uint32_t* wire, const WireSegments& come, const int64_t* counts, bool slots,
-                               int views, const UnpackedRows& rows, cudaStream_t stream);
+cudaError_t unpack_wire_launch(const RowWidths& widths, const uint32_t* wire, const WireSegments& come,
+                               const int64_t* counts, bool slots, int views, const UnpackedRows& rows,
+                               cudaStream_t stream);
 
 // place [count]; lines start to start + capacity of the arrays are the segment's. Owners are left as they are.
-cudaError_t keep_rows_launch(const PackRows& rows, const int32_t* place, const UnpackedRows& to, int64_t start,
-                             int capacity, bool slots, cudaStream_t stream);
+cudaError_t keep_rows_launch(const RowWidths& widths, const PackRows& rows, const int32_t* place,
+                             const UnpackedRows& to, int64_t start, int capacity, bool slots, cudaStream_t stream);
 
-// records [all capacities together, 16], aligned to 16 bytes.
-cudaError_t pack_gradients_launch(const float* records, const int64_t* counts, const WireSegments& to, bool absgrad,
-                                  bool depth, uint32_t* wire, cudaStream_t stream);
+// records [all capacities together, returned.floats], aligned to 16 bytes.
+cudaError_t pack_gradients_launch(const Returned& returned, const float* records, const int64_t* counts,
+                                  const WireSegments& to, uint32_t* wire, cudaStream_t stream);
 
-// place [ranks, count]; own [capacities[rank], 16] and records [count, 16], aligned to 16 bytes.
-cudaError_t collect_wire_launch(const int32_t* place, const int64_t* real, const uint32_t* wire,
-                                const WireSegments& come, const float* own, bool absgrad, bool depth, int count,
+// place [ranks, count]; own [capacities[rank], returned.floats] and records [count, returned.floats], aligned to 16
+// bytes.
+cudaError_t collect_wire_launch(const Returned& returned, const int32_t* place, const int64_t* real,
+                                const uint32_t* wire, const WireSegments& come, const float* own, int count,
                                 float* records, cudaStream_t stream);
 
 }  // namespace nsmg
