@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 
-
 @torch.no_grad()
 def route_lines(
     view_ids: Tensor, count: Tensor, means2d: Tensor, radii: Tensor, patches: Sequence[int], ranks: int,

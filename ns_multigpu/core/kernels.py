@@ -150,17 +150,6 @@ class ReplicaRows(ABC):
         """
 
 
-def real_rows(point_ids: Tensor, count: Tensor) -> Tensor:
-    """Return a mask [M], True for rows, False for padding: the first `count` lines of each segment are rows.
-
-    Args:
-        point_ids: [M] int32, -1 of padding. count: int64, per segment.
-    """
-    segments = max(count.numel(), 1)
-    places = torch.arange(len(point_ids) // segments, device=point_ids.device)
-    return (point_ids >= 0) & (places < count.view(-1, 1)).reshape(-1)
-
-
 class Kernels(RowFormat):
     """Operators of a primitive: parameters to rows, rows to pixels, and gradients to an Adam step.
 

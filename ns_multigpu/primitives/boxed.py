@@ -13,8 +13,8 @@ from cuda_ext.ops.raster.primitives import BoxedOperators, box_lists
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import TILE, Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
 from ns_multigpu.primitives.canvas import Canvas, clip_lists
+from ns_multigpu.primitives.composed_kernels import MADE
 from ns_multigpu.primitives.gaussians.functions import sizes_of
-from ns_multigpu.primitives.boxed_kernels import MADE
 from ns_multigpu.primitives.radius_clip import clip_rows
 from ns_multigpu.primitives.shading import row_colors
 

@@ -1,23 +1,17 @@
-"""Kernels of primitives whose rows are bounded on the screen by a box alone, and which have their own raster operators."""
+"""Kernels of primitives whose rows only a box bounds on the screen, and which have their own raster operators."""
 
-from collections import namedtuple
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cuda_ext.ops.exchange.row_exchange import add_records
-from ns_multigpu.core.kernels import Cameras, Drawn, Lists, Received, Rows, Sinks
+from ns_multigpu.core.kernels import Cameras, Drawn, Lists, Received, Sinks
 from ns_multigpu.core.types import TILE, Points
-from ns_multigpu.primitives.composed_kernels import ComposedKernels, RowLines
-from ns_multigpu.primitives.row_kernels import RowKernels
+from ns_multigpu.primitives.composed_kernels import ComposedKernels, RowLines, with_colors
 from ns_multigpu.primitives.row_wire import LayoutWire
-
-MADE = {"opacities": "row_opacities", "features": "colors"}
-"""Row columns with another name in projections."""
 
 
 class Composited(NamedTuple):
@@ -40,14 +34,8 @@ class Composited(NamedTuple):
     v_covered: Tensor | None = None
 
 
-@cache
-def _made(columns: tuple[str, ...]) -> Any:
-    """Return the class of projected lines: the projection's columns, and colours [M, 3]."""
-    return namedtuple("Made", (*columns, "colors"))
-
-
 @dataclass(frozen=True)
-class BoxedKernels(ComposedKernels, RowKernels):
+class BoxedKernels(ComposedKernels):
     """Kernels of such a primitive; see `Kernels`. A subclass defines how points become rows.
 
     Attributes:
@@ -75,16 +63,7 @@ class BoxedKernels(ComposedKernels, RowKernels):
 
     def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: RowLines) -> Any:
         points, found = self.projected(params, cameras, lines)
-        colors = self.kind.colors(points, *lines, cameras.viewmats)
-        return _made(type(found)._fields)(*found, colors)
-
-    def rows(self, made: Any, lines: RowLines, count: Tensor) -> Rows:
-        columns = (getattr(made, MADE.get(name, name)) for name in self.layout.widths)
-        return self.layout.rows(*lines, count, *columns, made.radii)
-
-    def returned(self, made: Any, records: Tensor) -> list[tuple[Tensor, Tensor]]:
-        gradients = self.layout.gradients_of(records)
-        return [(getattr(made, MADE.get(name, name)), gradients[name]) for name in self.layout.widths]
+        return with_colors(found, self.kind.colors(points, *lines, cameras.viewmats))
 
     def draw(self, received: Received, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
         inputs = tuple(self.layout.columns_of(received))

@@ -67,7 +67,10 @@ class GaussianRowKernels(RowKernels):
     absgrad: bool
     depth: bool
     layout = GAUSSIAN_ROWS
-    gradient_floats = GRADIENT_FLOATS
+
+    @property
+    def gradient_floats(self) -> int:
+        return GRADIENT_FLOATS
 
     @property
     def returned_places(self) -> Sequence[int]:

@@ -1,8 +1,8 @@
 """Exchange of rows between ranks: route, pack into records in peer memory, unpack, and return gradients to records.
 
 A record has the numbers of a row's columns (`RowLayout`), of 3D Gaussians means2d x, y; conic xx, xy, yy; opacity; red,
-green, blue; depth. Then, as int32, bit for bit, radii x, y; view id; slot (the row's line at its owner); and zeros up to
-a power of two: 16 numbers of 4 bytes for 3D Gaussians. A record of gradients has those by the columns in the same
+green, blue; depth. Int32s follow, bit for bit: radii x, y; view id; slot (the row's line at its owner). Zeros fill it
+up to a power of two: 16 numbers of 4 bytes for 3D Gaussians. A record of gradients has those by the columns in the same
 places; of 3D Gaussians see `rasterize_backward_into`. A *segment* has a capacity of `capacity` records from one rank.
 
 Addresses are numbers in a tensor: on CUDA of memory of any GPU that this one can access
@@ -80,9 +80,7 @@ def route_lines(
 
 
 @torch.no_grad()
-def pack(
-    rows: Any, place: Tensor, destinations: Tensor, capacity: int, layout: RowLayout = GAUSSIAN_ROWS
-) -> None:
+def pack(rows: Any, place: Tensor, destinations: Tensor, capacity: int, layout: RowLayout = GAUSSIAN_ROWS) -> None:
     """Write each row's record to line `place[r, row]` of the segment at `destinations[r]`, for each rank r.
 
     Rows whose place is -1, or not below the capacity, are omitted; the counts of `route_lines` include them.
@@ -115,7 +113,8 @@ def unpack(records: Tensor, counts: Tensor, views: int, layout: RowLayout = GAUS
     """Return the padded rows received in the segments of all ranks: what `intersect` and `rasterize` take.
 
     Args:
-        records: [ranks, capacity, record_floats] float32, written by `pack`. What lies behind a segment's count is not looked at.
+        records: [ranks, capacity, record_floats] float32, written by `pack`. What lies behind a segment's count is not
+            looked at.
         counts: [ranks] int64, how many came from each; more than the capacity counts as the capacity.
         views: of the batch, at least 1.
         layout: of the rows.

@@ -5,18 +5,18 @@ pair of ranks. The buffer holds all of a rank's segments, wherever `starts` says
 for, is not sent: whose row it is follows from the segment, and gradients come back in the order of the rows.
 
 A row has a word for each number of its columns (`RowLayout`), and two words of radii and view: 12 words for 3D
-Gaussians. A radius is a whole number from 1 on that float32 holds, as `project` makes them, so that 28 bits hold it to the last
-one (rows whose radii are not positive never leave); the 8 bits that are left number up to `MOST_VIEWS` views. A last
-word is the row's line at its owner, for lists that are sorted over all ranks.
+Gaussians. A radius is a whole number from 1 on that float32 holds, as `project` makes them, so that 28 bits hold it to
+the last one (rows whose radii are not positive never leave); the 8 bits that are left number up to `MOST_VIEWS` views.
+A last word is the row's line at its owner, for lists that are sorted over all ranks.
 Gradients are a word for each number; of 3D Gaussians 9 in the order of the record, 1 more of the depth and 2 more with
 absolute ones.
 
-With `half`, of 3D Gaussians, a row is 9 words and its gradients 5, with the depth or absolute ones 6, with both 7. Positions and depths
-stay float32: half a pixel is float16's precision at 1024 pixels, and depths decide an order. The rest is float16 (11
-bits, rounded: 4.9e-4). So that nothing overflows, and nothing is lost that counts, four groups are each multiplied by a
-power of two that is sent along: a row's conic, its colours, its gradients by the conic, and its other gradients. The
-largest number of a group comes to lie between 2^14 and 2^15, and what is 2^-28 of it still has 11 bits. An inf or NaN
-stays one.
+With `half` a row of 3D Gaussians is 9 words and its gradients 5, with the depth or absolute ones 6, with both 7.
+Positions and depths stay float32: half a pixel is float16's precision at 1024 pixels, and depths decide an order. The
+rest is float16 (11 bits, rounded: 4.9e-4). So that nothing overflows, and nothing is lost that counts, four groups are
+each multiplied by a power of two that is sent along: a row's conic, its colours, its gradients by the conic, and its
+other gradients. The largest number of a group comes to lie between 2^14 and 2^15, and what is 2^-28 of it still has 11
+bits. An inf or NaN stays one.
 A conic is sent as its Cholesky factor: however the factor's numbers are rounded, they are of an ellipse. Rounded
 itself, the conic of a splat 50 times as long as wide is not: xx * yy and xy^2 then agree in all bits that are left.
 
@@ -131,8 +131,8 @@ def unpack_wire(
         views: of the batch, 1 to `MOST_VIEWS`.
 
     Returns:
-        `ReceivedRows`, or what the layout has in its place: as many lines as all capacities together. Those behind a source's count are padding. Slots are 0 if they were
-        not sent.
+        `ReceivedRows`, or what the layout has in its place: as many lines as all capacities together. Those behind a
+        source's count are padding. Slots are 0 if they were not sent.
 
     Raises:
         TypeError, ValueError: types, shapes, views or segments are wrong.
@@ -236,7 +236,8 @@ def collect_wire(
         returned: see `pack_gradients`.
 
     Returns:
-        records [M, record_floats] float32; zero for padding, for rows that went nowhere, and in the places that are not sent.
+        records [M, record_floats] float32; zero for padding, for rows that went nowhere, and in the places that are not
+        sent.
 
     Raises:
         TypeError, ValueError: types, shapes or segments are wrong.

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cuda_ext.ops.exchange.row_layout import real_rows
 from ns_multigpu.core.dist.collectives import all_gather_into
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.transport import Collective, Parts, Returned
-from ns_multigpu.core.kernels import real_rows
 
 
 class NonFiniteSteps:

@@ -11,9 +11,9 @@ from cuda_ext.ops.exchange.row_layout import RowLayout
 from cuda_ext.ops.raster.convexes import LINES
 from ns_multigpu.core.kernels import Cameras
 from ns_multigpu.core.schema import names
+from ns_multigpu.primitives.boxed_kernels import BoxedKernels
 from ns_multigpu.primitives.composed_kernels import RowLines
 from ns_multigpu.primitives.convexes.schema import SCHEMA
-from ns_multigpu.primitives.boxed_kernels import BoxedKernels
 
 if TYPE_CHECKING:
     from ns_multigpu.primitives.convexes.functions import Convexes

@@ -13,8 +13,8 @@ from cuda_ext.reference.surfels import surfel_radii
 from ns_multigpu.core.kernels import Cameras, Drawn
 from ns_multigpu.core.schema import names
 from ns_multigpu.core.types import Patch, Pixels, View
+from ns_multigpu.primitives.boxed_kernels import BoxedKernels, Composited
 from ns_multigpu.primitives.composed_kernels import RowLines
-from ns_multigpu.primitives.boxed_kernels import Composited, BoxedKernels
 from ns_multigpu.primitives.surfels.losses import TERMS
 from ns_multigpu.primitives.surfels.schema import SCHEMA
 

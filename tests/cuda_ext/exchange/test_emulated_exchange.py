@@ -1,4 +1,4 @@
-"""The CUDA kernels that exchange rows, run on a CPU (`emulated`): the reference's results, bit for bit, for all rows."""
+"""The CUDA kernels that exchange rows, run on a CPU (`emulated`): the reference's results, bit for bit."""
 
 import ctypes
 from collections.abc import Iterator, Sequence
@@ -140,7 +140,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
 
 
 @contextmanager
-def served_by(kernels: Kernels) -> Iterator[None]:
+def run_by(kernels: Kernels) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_exchange, "composed", kernels)
         patch.setattr(row_wire, "composed", kernels)
@@ -204,7 +204,7 @@ def on_the_wire(
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_records_are_the_references(name: str, real: int, padding: int, ranks: int, kernels: Kernels) -> None:
     expected = through_memory(LAYOUTS[name], real, padding, ranks)
-    with served_by(kernels):
+    with run_by(kernels):
         assert_same_bits(through_memory(LAYOUTS[name], real, padding, ranks), expected)
 
 
@@ -216,12 +216,12 @@ def test_words_are_the_references(name: str, ranks: int, slots: bool, kernels: K
     returned = gaussian_gradients(absgrad="abs" in name or "all" in name, depth="depth" in name or "all" in name)
     given = (layout, 400, 40, ranks, half, slots, returned if layout is GAUSSIAN_ROWS else range(layout.numbers))
     expected = on_the_wire(*given)
-    with served_by(kernels):
+    with run_by(kernels):
         assert_same_bits(on_the_wire(*given), expected)
 
 
 def test_unknown_columns_are_refused(kernels: Kernels) -> None:
-    with served_by(kernels), pytest.raises(AssertionError, match="unknown layout"):
+    with run_by(kernels), pytest.raises(AssertionError, match="unknown layout"):
         through_memory(RowLayout({"means2d": 2, "opacities": 0, "depths": 0}), 300, 0, 1)
-    with served_by(kernels), pytest.raises(AssertionError, match="unknown layout"):
+    with run_by(kernels), pytest.raises(AssertionError, match="unknown layout"):
         on_the_wire(GAUSSIAN_ROWS, 400, 0, 1, False, False, range(8))

@@ -52,8 +52,9 @@ RowWidths known_widths(at::IntArrayRef widths) {
   TORCH_CHECK_VALUE(widths.size() <= kMostColumns, "rows have up to ", kMostColumns, " columns, not ", widths.size());
   RowWidths found = {};
   std::copy(widths.begin(), widths.end(), found.at);
-  TORCH_CHECK_VALUE(with_columns(found, [](auto) { return cudaSuccess; }) == cudaSuccess, "no primitive has columns of ",
-                    "the widths ", widths, ": add it to with_columns (cuda/exchange/row_columns.h).");
+  TORCH_CHECK_VALUE(with_columns(found, [](auto) { return cudaSuccess; }) == cudaSuccess,
+                    "no primitive has columns of the widths ", widths,
+                    ": add its columns to the lists of cuda/exchange/row_columns.h.");
   return found;
 }
 

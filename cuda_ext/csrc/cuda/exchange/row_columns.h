@@ -1,5 +1,5 @@
-// Columns of the rows that ranks exchange, as a type for each primitive: kernels are templates over them. Widths, and the
-// places of gradients, tell at a launch which they are.
+// Columns of the rows that ranks exchange, as a type for each primitive: kernels are templates over them. A launch
+// finds the type by the columns' widths, or by the places of gradients.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -84,29 +84,29 @@ cudaError_t with_gradients(const Returned& returned, const F& f) {
 
 #ifdef __CUDACC__
 
-// Means are read and written as one float2, the other columns number by number.
-template <typename Columns>
-__device__ __forceinline__ void load_numbers(const float* const (&columns)[kMostColumns], int64_t row, float* numbers) {
-  typename Columns::template Pointers<const float> from;
+// Calls f(pointer, place) of each number of a row but the means, which are read and written as one float2.
+template <typename Columns, typename T, typename F>
+__device__ __forceinline__ void each_number(T* const (&columns)[kMostColumns], int64_t row, const F& f) {
+  typename Columns::template Pointers<T> all;
 #pragma unroll
-  for (int c = 0; c < Columns::kCount; ++c) from.at[c] = columns[c];
-  const float2 mean = reinterpret_cast<const float2*>(columns[0])[row];
-  numbers[0] = mean.x;
-  numbers[1] = mean.y;
-  Columns::each(from, row, [&](const float* at, int place) {
-    if (place > 1) numbers[place] = *at;
+  for (int c = 0; c < Columns::kCount; ++c) all.at[c] = columns[c];
+  Columns::each(all, row, [&](T* at, int place) {
+    if (place > 1) f(at, place);
   });
 }
 
 template <typename Columns>
-__device__ __forceinline__ void store_numbers(float* const (&columns)[kMostColumns], int64_t row, const float* numbers) {
-  typename Columns::template Pointers<float> to;
-#pragma unroll
-  for (int c = 0; c < Columns::kCount; ++c) to.at[c] = columns[c];
+__device__ __forceinline__ void load_numbers(const float* const (&columns)[kMostColumns], int64_t row, float* numbers) {
+  const float2 mean = reinterpret_cast<const float2*>(columns[0])[row];
+  numbers[0] = mean.x, numbers[1] = mean.y;
+  each_number<Columns>(columns, row, [&](const float* at, int place) { numbers[place] = *at; });
+}
+
+template <typename Columns>
+__device__ __forceinline__ void store_numbers(float* const (&columns)[kMostColumns], int64_t row,
+                                              const float* numbers) {
   reinterpret_cast<float2*>(columns[0])[row] = make_float2(numbers[0], numbers[1]);
-  Columns::each(to, row, [&](float* at, int place) {
-    if (place > 1) *at = numbers[place];
-  });
+  each_number<Columns>(columns, row, [&](float* at, int place) { *at = numbers[place]; });
 }
 
 // Quad k of numbers, and back.
