@@ -5,29 +5,26 @@ using namespace nsmg;
 
 extern "C" {
 
-int pack(const RowWidths* widths, const PackRows* rows, const int32_t* place, const int64_t* to, int ranks,
-         int capacity) {
-  return pack_launch(*widths, *rows, place, to, ranks, capacity, nullptr);
+int pack(const PackRows* rows, const int32_t* place, const int64_t* to, int ranks, int capacity) {
+  return pack_launch(*rows, place, to, ranks, capacity, nullptr);
 }
 
-int unpack(const RowWidths* widths, const float* records, const int64_t* counts, int ranks, int capacity, int views,
-           const UnpackedRows* rows) {
-  return unpack_launch(*widths, records, counts, ranks, capacity, views, *rows, nullptr);
+int unpack(const float* records, const int64_t* counts, int ranks, int capacity, int views, const UnpackedRows* rows) {
+  return unpack_launch(records, counts, ranks, capacity, views, *rows, nullptr);
 }
 
-int pack_wire(const RowWidths* widths, const PackRows* rows, const int32_t* place, const WireSegments* to, bool slots,
-              uint32_t* wire) {
-  return pack_wire_launch(*widths, *rows, place, *to, slots, wire, nullptr);
+int pack_wire(const PackRows* rows, const int32_t* place, const WireSegments* to, bool slots, uint32_t* wire) {
+  return pack_wire_launch(*rows, place, *to, slots, wire, nullptr);
 }
 
-int unpack_wire(const RowWidths* widths, const uint32_t* wire, const WireSegments* come, const int64_t* counts,
-                bool slots, int views, const UnpackedRows* rows) {
-  return unpack_wire_launch(*widths, wire, *come, counts, slots, views, *rows, nullptr);
+int unpack_wire(const uint32_t* wire, const WireSegments* come, const int64_t* counts, bool slots, int views,
+                const UnpackedRows* rows) {
+  return unpack_wire_launch(wire, *come, counts, slots, views, *rows, nullptr);
 }
 
-int keep_rows(const RowWidths* widths, const PackRows* rows, const int32_t* place, const UnpackedRows* to,
-              int64_t start, int capacity, bool slots) {
-  return keep_rows_launch(*widths, *rows, place, *to, start, capacity, slots, nullptr);
+int keep_rows(const PackRows* rows, const int32_t* place, const UnpackedRows* to, int64_t start, int capacity,
+              bool slots) {
+  return keep_rows_launch(*rows, place, *to, start, capacity, slots, nullptr);
 }
 
 int pack_gradients(const Returned* returned, const float* records, const int64_t* counts, const WireSegments* to,

@@ -18,7 +18,7 @@ from tests.cuda_ext.emulated import EXCHANGE, compiled
 from tests.cuda_ext.exchange.test_row_exchange import Rows, addresses, bands, make_rows, numbers
 from tests.cuda_ext.exchange.test_row_wire import Layout, gradients, splats
 
-_POINTERS = ctypes.c_void_p * 6
+_WIDTHS, _POINTERS = ctypes.c_int32 * 6, ctypes.c_void_p * 6
 LAYOUTS = {"3dgs": GAUSSIAN_ROWS, "2dgs": SURFEL_ROWS, "convex": CONVEX_ROWS}
 NOTHING = 7  # what no kernel writes
 
@@ -27,14 +27,18 @@ class _Rows(ctypes.Structure):
     """`PackRows` of `row_exchange.h`."""
 
     _fields_ = (
-        ("columns", _POINTERS), ("radii", ctypes.c_void_p), ("view_ids", ctypes.c_void_p), ("count", ctypes.c_int32)
+        ("widths", _WIDTHS), ("columns", _POINTERS), ("radii", ctypes.c_void_p), ("view_ids", ctypes.c_void_p),
+        ("count", ctypes.c_int32),
     )  # fmt: skip
 
 
 class _Unpacked(ctypes.Structure):
     """`UnpackedRows` of `row_exchange.h`."""
 
-    _fields_ = (("columns", _POINTERS), *((name, ctypes.c_void_p) for name in ("radii", "view_ids", "owners", "slots")))
+    _fields_ = (
+        ("widths", _WIDTHS), ("columns", _POINTERS),
+        *((name, ctypes.c_void_p) for name in ("radii", "view_ids", "owners", "slots")),
+    )  # fmt: skip
 
 
 class _Segments(ctypes.Structure):
@@ -70,25 +74,25 @@ class Kernels:
         passed = [ctypes.byref(x) if isinstance(x, (ctypes.Structure, ctypes.Array)) else x for x in given]
         assert getattr(self._library, name)(*passed) == 0, "an unknown layout"
 
-    def _packed(self, columns: list[Tensor], radii: Tensor, view_ids: Tensor) -> tuple[Any, _Rows]:
+    def _packed(self, columns: list[Tensor], radii: Tensor, view_ids: Tensor) -> _Rows:
         self._kept = [column.contiguous() for column in columns]
-        widths = (ctypes.c_int32 * 6)(*(column[:1].numel() for column in columns))
-        return widths, _Rows(_POINTERS(*(x.data_ptr() for x in self._kept)), radii.data_ptr(), view_ids.data_ptr(),
-                             len(radii))  # fmt: skip
+        widths = [1 if column.dim() == 1 else column.shape[1] for column in columns]
+        pointers = _POINTERS(*(x.data_ptr() for x in self._kept))
+        return _Rows(_WIDTHS(*widths), pointers, radii.data_ptr(), view_ids.data_ptr(), len(radii))
 
-    def _unpacked(self, lines: int, widths: Sequence[int]) -> tuple[Any, _Unpacked, tuple[Any, ...]]:
+    def _unpacked(self, lines: int, widths: Sequence[int]) -> tuple[_Unpacked, tuple[Any, ...]]:
         columns = [torch.full((lines, width) if width > 1 else (lines,), float("nan")) for width in widths]
         rest = [torch.full((lines, *shape), NOTHING, dtype=torch.int32) for shape in ((2,), (), (), ())]
-        pointers = _Unpacked(_POINTERS(*(x.data_ptr() for x in columns)), *(x.data_ptr() for x in rest))
-        return (ctypes.c_int32 * 6)(*widths), pointers, (columns, *rest)
+        pointers = _POINTERS(*(x.data_ptr() for x in columns))
+        return _Unpacked(_WIDTHS(*widths), pointers, *(x.data_ptr() for x in rest)), (columns, *rest)
 
     def pack(self, columns: Any, radii: Tensor, view_ids: Tensor, place: Tensor, to: Tensor, capacity: int) -> None:
-        self._run("pack", *self._packed(columns, radii, view_ids), place, to, len(place), capacity)
+        self._run("pack", self._packed(columns, radii, view_ids), place, to, len(place), capacity)
 
     def unpack(self, records: Tensor, counts: Tensor, views: int, widths: Sequence[int]) -> tuple[Any, ...]:
         ranks, capacity = records.shape[:2]
-        known, rows, found = self._unpacked(ranks * capacity, widths)
-        self._run("unpack", known, records, counts, ranks, capacity, views, rows)
+        rows, found = self._unpacked(ranks * capacity, widths)
+        self._run("unpack", records, counts, ranks, capacity, views, rows)
         return found
 
     def pack_wire(
@@ -96,24 +100,24 @@ class Kernels:
         rank: int, half: bool, slots: bool,
     ) -> None:  # fmt: skip
         to = segments(starts, capacities, rank, half)
-        self._run("pack_wire", *self._packed(columns, radii, view_ids), place, to, slots, wire)
+        self._run("pack_wire", self._packed(columns, radii, view_ids), place, to, slots, wire)
 
     def unpack_wire(
         self, wire: Tensor, starts: Any, capacities: Any, counts: Tensor, rank: int, half: bool, slots: bool,
         views: int, widths: Sequence[int],
     ) -> tuple[Any, ...]:  # fmt: skip
-        known, rows, found = self._unpacked(sum(capacities), widths)
-        self._run("unpack_wire", known, wire, segments(starts, capacities, rank, half), counts, slots, views, rows)
+        rows, found = self._unpacked(sum(capacities), widths)
+        self._run("unpack_wire", wire, segments(starts, capacities, rank, half), counts, slots, views, rows)
         return found
 
     def keep_rows(
         self, columns: Any, radii: Tensor, view_ids: Tensor, place: Tensor, to_columns: Any, to_radii: Tensor,
         to_view_ids: Tensor, to_slots: Tensor, start: int, capacity: int, slots: bool,
     ) -> None:  # fmt: skip
-        there = [x.data_ptr() for x in (to_radii, to_view_ids, to_slots, to_slots)]
-        to = _Unpacked(_POINTERS(*(x.data_ptr() for x in to_columns)), there[0], there[1], None, there[3])
         given = self._packed(columns, radii, view_ids)
-        self._run("keep_rows", *given, place, to, ctypes.c_int64(start), capacity, slots)
+        pointers = _POINTERS(*(x.data_ptr() for x in to_columns))
+        to = _Unpacked(given.widths, pointers, to_radii.data_ptr(), to_view_ids.data_ptr(), None, to_slots.data_ptr())
+        self._run("keep_rows", given, place, to, ctypes.c_int64(start), capacity, slots)
 
     def pack_gradients(
         self, records: Tensor, counts: Tensor, wire: Tensor, starts: Any, capacities: Any, rank: int, half: bool,

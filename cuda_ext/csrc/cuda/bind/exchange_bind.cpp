@@ -48,66 +48,56 @@ void route_lines(Call& call) {
            call.scratch_for(patches), ranks, block_counts, place, counts);
 }
 
-RowWidths known_widths(at::IntArrayRef widths) {
-  TORCH_CHECK_VALUE(widths.size() <= kMostColumns, "rows have up to ", kMostColumns, " columns, not ", widths.size());
-  RowWidths found = {};
-  std::copy(widths.begin(), widths.end(), found.at);
-  TORCH_CHECK_VALUE(with_columns(found, [](auto) { return cudaSuccess; }) == cudaSuccess,
-                    "no primitive has columns of the widths ", widths,
-                    ": add its columns to the lists of cuda/exchange/row_columns.h.");
-  return found;
-}
-
-// Columns that are written, or with `T` const read; the number of rows is that of the letter.
+// Columns of so many rows, which are read, or written where `T` is not const.
 template <typename T>
-RowWidths take_columns(Call& call, const std::vector<at::Tensor>& columns, char letter, T* (&found)[kMostColumns]) {
-  std::vector<int64_t> widths;
-  call.set(letter, columns.at(0).size(0));
-  for (const at::Tensor& column : columns) widths.push_back(column.dim() == 1 ? 1 : column.size(1));
-  const RowWidths known = known_widths(widths);
-  for (size_t c = 0; c < widths.size(); ++c) {
-    const auto shape = column_shape(call.size(letter), widths[c]);
+void take_columns(Call& call, const std::vector<at::Tensor>& columns, int64_t rows, RowWidths& widths,
+                  T* (&found)[kMostColumns]) {
+  TORCH_CHECK_VALUE(columns.size() <= kMostColumns, "rows have up to ", kMostColumns, " columns.");
+  for (size_t c = 0; c < columns.size(); ++c) {
+    widths.at[c] = columns[c].dim() == 1 ? 1 : int(columns[c].size(1));
+    const auto shape = column_shape(rows, widths.at[c]);
     if constexpr (std::is_const_v<T>) {
       const at::Tensor checked = cuda_checked(columns[c], "columns", shape, at::kFloat, call.like());
       found[c] = static_cast<T*>(call.hold(aligned(checked, c == 0 ? 8 : 1)).const_data_ptr());
     } else {
-      found[c] = call.written<T>(columns[c], "to_columns", shape);
+      found[c] = call.written<T>(columns[c], "columns", shape);
     }
   }
-  return known;
+  TORCH_CHECK_VALUE(with_columns(widths, [](auto) { return cudaSuccess; }) == cudaSuccess,
+                    "no primitive has these columns: add theirs to the lists of cuda/exchange/row_columns.h.");
 }
 
-RowWidths packed_rows(Call& call, PackRows& rows) {
-  const RowWidths widths = take_columns(call, call.tensors("columns"), 'M', rows.columns);
+PackRows packed_rows(Call& call) {
+  const std::vector<at::Tensor> columns = call.tensors("columns");
+  PackRows rows = {};
+  call.set('M', columns.at(0).size(0));
+  take_columns(call, columns, call.size('M'), rows.widths, rows.columns);
   rows.radii = call.read<const int32_t*>("radii[M,2]@8");
   rows.view_ids = call.read<const int32_t*>("view_ids[M]");
   rows.count = call.read<int>("M");
-  return widths;
+  return rows;
 }
 
 // Results of L rows.
-RowWidths unpacked_rows(Call& call, UnpackedRows& rows) {
-  const at::IntArrayRef widths = call.integers("widths");
-  const RowWidths known = known_widths(widths);
+UnpackedRows unpacked_rows(Call& call) {
   std::vector<at::Tensor> columns;
-  for (const int64_t width : widths) {
+  for (const int64_t width : call.integers("widths"))
     columns.push_back(at::empty(column_shape(call.size('L'), width), call.options(at::kFloat)));
-    rows.columns[columns.size() - 1] = columns.back().mutable_data_ptr<float>();
-  }
   call.result(columns, "columns");
+  UnpackedRows rows = {};
+  take_columns(call, columns, call.size('L'), rows.widths, rows.columns);
   rows.radii = call.read<int32_t*>(">radii[L,2]");
   rows.view_ids = call.read<int32_t*>(">view_ids[L]");
   rows.owners = call.read<int32_t*>(">owners[L]");
   rows.slots = call.read<int32_t*>(">slots[L]");
-  return known;
+  return rows;
 }
 
 void pack(Call& call) {
-  PackRows lines = {};
-  const RowWidths widths = packed_rows(call, lines);
+  const PackRows lines = packed_rows(call);
   const auto* place = call.read<const int32_t*>("place[R,M]");
   const auto* destinations = call.read<const int64_t*>("destinations[R]");
-  call.run(pack_launch, widths, lines, place, destinations, call.read<int>("R"), call.read<int>("#capacity"));
+  call.run(pack_launch, lines, place, destinations, call.read<int>("R"), call.read<int>("#capacity"));
 }
 
 void unpack(Call& call) {
@@ -115,9 +105,7 @@ void unpack(Call& call) {
   const auto* counts = call.read<const int64_t*>("counts[R]");
   const int ranks = call.read<int>("R"), capacity = call.read<int>("C"), views = call.read<int>("#views");
   call.set('L', cuda_count(int64_t{ranks} * capacity, "rows"));
-  UnpackedRows lines = {};
-  const RowWidths widths = unpacked_rows(call, lines);
-  call.run(unpack_launch, widths, records, counts, ranks, capacity, views, lines);
+  call.run(unpack_launch, records, counts, ranks, capacity, views, unpacked_rows(call));
 }
 
 void footprint_counts(Call& call) {
@@ -158,11 +146,10 @@ WireSegments segments_of(Call& call) {
 }
 
 void pack_wire(Call& call) {
-  PackRows lines = {};
-  const RowWidths widths = packed_rows(call, lines);
+  const PackRows lines = packed_rows(call);
   const WireSegments to = segments_of(call);
   const auto* place = call.in<int32_t>("place", {to.ranks, lines.count});
-  call.run(pack_wire_launch, widths, lines, place, to, call.flag("slots"), call.read<uint32_t*>("wire[?]"));
+  call.run(pack_wire_launch, lines, place, to, call.flag("slots"), call.read<uint32_t*>("wire[?]"));
 }
 
 void unpack_wire(Call& call) {
@@ -170,23 +157,21 @@ void unpack_wire(Call& call) {
   const auto* wire = call.read<const uint32_t*>("wire[?]");
   const auto* counts = call.in<int64_t>("counts", {come.ranks});
   call.set('L', lines_of(come));
-  UnpackedRows lines = {};
-  const RowWidths widths = unpacked_rows(call, lines);
-  call.run(unpack_wire_launch, widths, wire, come, counts, call.flag("slots"), call.read<int>("views"), lines);
+  call.run(unpack_wire_launch, wire, come, counts, call.flag("slots"), call.read<int>("views"), unpacked_rows(call));
 }
 
 void keep_rows(Call& call) {
-  PackRows lines = {};
-  UnpackedRows to = {};
-  const RowWidths widths = packed_rows(call, lines);
+  const PackRows lines = packed_rows(call);
   const auto* place = call.read<const int32_t*>("place[M]");
-  take_columns(call, call.tensors("to_columns"), 'L', to.columns);
+  const std::vector<at::Tensor> columns = call.tensors("to_columns");
+  UnpackedRows to = {};
+  call.set('L', columns.at(0).size(0));
+  take_columns(call, columns, call.size('L'), to.widths, to.columns);
   to.radii = call.read<int32_t*>("to_radii[L,2]");
   to.view_ids = call.read<int32_t*>("to_view_ids[L]");
   to.slots = call.read<int32_t*>("to_slots[L]");
   const int64_t start = call.integer("start");
-  call.run(keep_rows_launch, widths, lines, place, to, start, cuda_count(call.integer("capacity"), "rows of a segment"),
-           call.flag("slots"));
+  call.run(keep_rows_launch, lines, place, to, start, call.read<int>("#capacity"), call.flag("slots"));
 }
 
 Returned returned_of(Call& call, int64_t floats) {

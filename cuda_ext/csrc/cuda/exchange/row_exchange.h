@@ -41,6 +41,7 @@ cudaError_t route_launch(const RouteRows& rows, const RankPatch* host_patches, i
                          int ranks, int32_t* block_counts, int32_t* place, int64_t* counts, cudaStream_t stream);
 
 struct PackRows {
+  RowWidths widths;
   const float* columns[kMostColumns];
   const int32_t *radii, *view_ids;
   int count;
@@ -48,18 +49,19 @@ struct PackRows {
 
 // place [ranks, count]; destinations [ranks] in device memory, each aligned to 16 bytes. Of a record the floats of the
 // columns come first, then as int32, bit for bit, radii x, y, view id and slot, and zeros.
-cudaError_t pack_launch(const RowWidths& widths, const PackRows& rows, const int32_t* place,
-                        const int64_t* destinations, int ranks, int capacity, cudaStream_t stream);
+cudaError_t pack_launch(const PackRows& rows, const int32_t* place, const int64_t* destinations, int ranks,
+                        int capacity, cudaStream_t stream);
 
 // Arrays of ranks * capacity rows.
 struct UnpackedRows {
+  RowWidths widths;
   float* columns[kMostColumns];
   int32_t *radii, *view_ids, *owners, *slots;
 };
 
 // records [ranks, capacity, 4 record_quads()], aligned to 16 bytes; counts [ranks].
-cudaError_t unpack_launch(const RowWidths& widths, const float* records, const int64_t* counts, int ranks, int capacity,
-                          int views, const UnpackedRows& rows, cudaStream_t stream);
+cudaError_t unpack_launch(const float* records, const int64_t* counts, int ranks, int capacity, int views,
+                          const UnpackedRows& rows, cudaStream_t stream);
 
 // Adds records [count, floats] to those at sinks[owners[row]] + 4 floats slots[row] bytes. Rows of zeros may have no
 // owner.

@@ -97,23 +97,23 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-cudaError_t pack_launch(const RowWidths& widths, const PackRows& rows, const int32_t* place,
-                        const int64_t* destinations, int ranks, int capacity, cudaStream_t stream) {
+cudaError_t pack_launch(const PackRows& rows, const int32_t* place, const int64_t* destinations, int ranks,
+                        int capacity, cudaStream_t stream) {
   const int blocks = int((int64_t{rows.count} + kThreads - 1) / kThreads);
   if (blocks == 0) return cudaSuccess;
-  return with_columns(widths, [&](auto columns) {
+  return with_columns(rows.widths, [&](auto columns) {
     const auto kernel = pack_kernel<decltype(columns)>;
     kernel<<<blocks, kThreads, 0, stream>>>(rows, place, destinations, ranks, capacity);
     return cudaGetLastError();
   });
 }
 
-cudaError_t unpack_launch(const RowWidths& widths, const float* records, const int64_t* counts, int ranks, int capacity,
-                          int views, const UnpackedRows& rows, cudaStream_t stream) {
+cudaError_t unpack_launch(const float* records, const int64_t* counts, int ranks, int capacity, int views,
+                          const UnpackedRows& rows, cudaStream_t stream) {
   const int blocks = int((int64_t{capacity} + kThreads - 1) / kThreads);
   if (blocks == 0 || ranks == 0) return cudaSuccess;
   const auto* quads = reinterpret_cast<const float4*>(records);
-  return with_columns(widths, [&](auto columns) {
+  return with_columns(rows.widths, [&](auto columns) {
     const auto kernel = unpack_kernel<decltype(columns)>;
     kernel<<<ranks * blocks, kThreads, 0, stream>>>(quads, counts, blocks, capacity, views, rows);
     return cudaGetLastError();

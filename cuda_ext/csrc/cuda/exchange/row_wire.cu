@@ -232,34 +232,33 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-cudaError_t pack_wire_launch(const RowWidths& widths, const PackRows& rows, const int32_t* place,
-                             const WireSegments& to, bool slots, uint32_t* wire, cudaStream_t stream) {
+cudaError_t pack_wire_launch(const PackRows& rows, const int32_t* place, const WireSegments& to, bool slots,
+                             uint32_t* wire, cudaStream_t stream) {
   const int blocks = blocks_of(int64_t{rows.count});
   if (blocks == 0) return cudaSuccess;
-  return with_columns(widths, [&](auto columns) {
+  return with_columns(rows.widths, [&](auto columns) {
     const auto kernel = pack_wire_kernel<decltype(columns)>;
     kernel<<<blocks, kThreads, 0, stream>>>(rows, place, to, slots, wire);
     return cudaGetLastError();
   });
 }
 
-cudaError_t keep_rows_launch(const RowWidths& widths, const PackRows& rows, const int32_t* place,
-                             const UnpackedRows& to, int64_t start, int capacity, bool slots, cudaStream_t stream) {
+cudaError_t keep_rows_launch(const PackRows& rows, const int32_t* place, const UnpackedRows& to, int64_t start,
+                             int capacity, bool slots, cudaStream_t stream) {
   const int blocks = blocks_of(int64_t{rows.count});
   if (blocks == 0) return cudaSuccess;
-  return with_columns(widths, [&](auto columns) {
+  return with_columns(rows.widths, [&](auto columns) {
     const auto kernel = keep_rows_kernel<decltype(columns)>;
     kernel<<<blocks, kThreads, 0, stream>>>(rows, place, to, start, capacity, slots);
     return cudaGetLastError();
   });
 }
 
-cudaError_t unpack_wire_launch(const RowWidths& widths, const uint32_t* wire, const WireSegments& come,
-                               const int64_t* counts, bool slots, int views, const UnpackedRows& rows,
-                               cudaStream_t stream) {
+cudaError_t unpack_wire_launch(const uint32_t* wire, const WireSegments& come, const int64_t* counts, bool slots,
+                               int views, const UnpackedRows& rows, cudaStream_t stream) {
   const int blocks = blocks_of(come);
   if (blocks == 0) return cudaSuccess;
-  return with_columns(widths, [&](auto columns) {
+  return with_columns(rows.widths, [&](auto columns) {
     const auto kernel = unpack_wire_kernel<decltype(columns)>;
     kernel<<<blocks, kThreads, 0, stream>>>(wire, come, counts, slots, views, rows);
     return cudaGetLastError();

@@ -24,17 +24,16 @@ struct WireSegments {
 };
 
 // place [ranks, count].
-cudaError_t pack_wire_launch(const RowWidths& widths, const PackRows& rows, const int32_t* place,
-                             const WireSegments& to, bool slots, uint32_t* wire, cudaStream_t stream);
+cudaError_t pack_wire_launch(const PackRows& rows, const int32_t* place, const WireSegments& to, bool slots,
+                             uint32_t* wire, cudaStream_t stream);
 
 // counts [ranks]; arrays of as many rows as all capacities together.
-cudaError_t unpack_wire_launch(const RowWidths& widths, const uint32_t* wire, const WireSegments& come,
-                               const int64_t* counts, bool slots, int views, const UnpackedRows& rows,
-                               cudaStream_t stream);
+cudaError_t unpack_wire_launch(const uint32_t* wire, const WireSegments& come, const int64_t* counts, bool slots,
+                               int views, const UnpackedRows& rows, cudaStream_t stream);
 
 // place [count]; lines start to start + capacity of the arrays are the segment's. Owners are left as they are.
-cudaError_t keep_rows_launch(const RowWidths& widths, const PackRows& rows, const int32_t* place,
-                             const UnpackedRows& to, int64_t start, int capacity, bool slots, cudaStream_t stream);
+cudaError_t keep_rows_launch(const PackRows& rows, const int32_t* place, const UnpackedRows& to, int64_t start,
+                             int capacity, bool slots, cudaStream_t stream);
 
 // records [all capacities together, returned.floats], aligned to 16 bytes.
 cudaError_t pack_gradients_launch(const Returned& returned, const float* records, const int64_t* counts,
