@@ -49,9 +49,5 @@ class MovingKernels(ComposedKernels, GaussianRowKernels):
         splats = self.kind.project(moment, lines.view_ids, cameras.viewmats, cameras.Ks, cameras.sizes)
         return (splats.radii != 0).any(-1) & (moment.opacities >= MIN_ALPHA)
 
-    def returned(self, made: Any, records: Tensor) -> list[tuple[Tensor, Tensor]]:
-        pairs = super().returned(made, records)
-        return pairs if self.depth else pairs[:-1]  # the depth's
-
     def moved(self, made: Any, records: Tensor) -> tuple[Tensor, Tensor]:
         return records[:, 10:12] if self.absgrad else records[:, 0:2], three_sigma_radii(made.conics.detach())

@@ -21,10 +21,10 @@ struct RowWidths {
 };
 
 // Quads of a record: the columns, radii x, y, view id and slot, then zeros. A power of two: a warp takes whole records.
-template <typename Columns>
+template <typename Row>
 constexpr int record_quads() {
   int quads = 1;
-  while (4 * quads < Columns::kNumbers + 4) quads *= 2;
+  while (4 * quads < Row::kNumbers + 4) quads *= 2;
   return quads;
 }
 
@@ -48,10 +48,10 @@ cudaError_t with_columns(const RowWidths& widths, const F& f) {
 }
 
 // Gradients of a record that return to its owner: `kCount` numbers at place(k).
-template <typename Columns>
+template <typename Row>
 struct AllGradients {
   static constexpr bool kRounds = false;
-  static constexpr int kQuads = record_quads<Columns>(), kCount = Columns::kNumbers;
+  static constexpr int kQuads = record_quads<Row>(), kCount = Row::kNumbers;
   static constexpr int place(int k) { return k; }
 };
 
@@ -85,28 +85,28 @@ cudaError_t with_gradients(const Returned& returned, const F& f) {
 #ifdef __CUDACC__
 
 // Calls f(pointer, place) of each number of a row but the means, which are read and written as one float2.
-template <typename Columns, typename T, typename F>
+template <typename Row, typename T, typename F>
 __device__ __forceinline__ void each_number(T* const (&columns)[kMostColumns], int64_t row, const F& f) {
-  typename Columns::template Pointers<T> all;
+  typename Row::template Pointers<T> all;
 #pragma unroll
-  for (int c = 0; c < Columns::kCount; ++c) all.at[c] = columns[c];
-  Columns::each(all, row, [&](T* at, int place) {
+  for (int c = 0; c < Row::kCount; ++c) all.at[c] = columns[c];
+  Row::each(all, row, [&](T* at, int place) {
     if (place > 1) f(at, place);
   });
 }
 
-template <typename Columns>
+template <typename Row>
 __device__ __forceinline__ void load_numbers(const float* const (&columns)[kMostColumns], int64_t row, float* numbers) {
   const float2 mean = reinterpret_cast<const float2*>(columns[0])[row];
   numbers[0] = mean.x, numbers[1] = mean.y;
-  each_number<Columns>(columns, row, [&](const float* at, int place) { numbers[place] = *at; });
+  each_number<Row>(columns, row, [&](const float* at, int place) { numbers[place] = *at; });
 }
 
-template <typename Columns>
+template <typename Row>
 __device__ __forceinline__ void store_numbers(float* const (&columns)[kMostColumns], int64_t row,
                                               const float* numbers) {
   reinterpret_cast<float2*>(columns[0])[row] = make_float2(numbers[0], numbers[1]);
-  each_number<Columns>(columns, row, [&](float* at, int place) { *at = numbers[place]; });
+  each_number<Row>(columns, row, [&](float* at, int place) { *at = numbers[place]; });
 }
 
 // Quad k of numbers, and back.

@@ -10,15 +10,15 @@ namespace {
 constexpr unsigned kAll = 0xffffffffu;
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 // Quads of a record in shared memory: lanes 8 apart meet different banks.
-template <typename Columns>
-constexpr int kStride = record_quads<Columns>() + 1;
+template <typename Row>
+constexpr int kStride = record_quads<Row>() + 1;
 
-template <typename Columns>
+template <typename Row>
 __device__ __forceinline__ void load_record(const PackRows& rows, int64_t row, float4* record) {
-  constexpr int kQuads = record_quads<Columns>(), kEnd = Columns::kNumbers;
+  constexpr int kQuads = record_quads<Row>(), kEnd = Row::kNumbers;
   const int2 radius = reinterpret_cast<const int2*>(rows.radii)[row];
   float numbers[4 * kQuads] = {};
-  load_numbers<Columns>(rows.columns, row, numbers);
+  load_numbers<Row>(rows.columns, row, numbers);
   numbers[kEnd] = __int_as_float(radius.x);
   numbers[kEnd + 1] = __int_as_float(radius.y);
   numbers[kEnd + 2] = __int_as_float(rows.view_ids[row]);
@@ -27,11 +27,11 @@ __device__ __forceinline__ void load_record(const PackRows& rows, int64_t row, f
   for (int k = 0; k < kQuads; ++k) record[k] = quad_of(numbers, k);
 }
 
-template <typename Columns>
+template <typename Row>
 __global__ void __launch_bounds__(kThreads)
     pack_kernel(PackRows rows, const int32_t* place, const int64_t* destinations, int ranks, int capacity) {
-  constexpr int kQuads = record_quads<Columns>();
-  __shared__ float4 staged[kWarps][32 * kStride<Columns>];
+  constexpr int kQuads = record_quads<Row>();
+  __shared__ float4 staged[kWarps][32 * kStride<Row>];
   __shared__ int2 listed[kWarps][32];  // of the rows that go to one rank: which of the 32, and its line there
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t row = int64_t(blockIdx.x) * kThreads + threadIdx.x;
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads)
     const int line = inside ? place[int64_t(rank) * rows.count + row] : -1;
     if (line >= 0 && line < capacity) mask |= 1u << rank;
   }
-  if (mask != 0) load_record<Columns>(rows, row, &staged[warp][lane * kStride<Columns>]);
+  if (mask != 0) load_record<Row>(rows, row, &staged[warp][lane * kStride<Row>]);
   const unsigned below = (1u << lane) - 1;
   const int quad = lane % kQuads;
   for (int rank = 0; rank < ranks; ++rank) {
@@ -55,19 +55,19 @@ __global__ void __launch_bounds__(kThreads)
     const int number = __popc(going);
     for (int k = lane / kQuads; k < number; k += 32 / kQuads) {
       const int2 one = listed[warp][k];
-      records[int64_t(one.y) * kQuads + quad] = staged[warp][one.x * kStride<Columns> + quad];
+      records[int64_t(one.y) * kQuads + quad] = staged[warp][one.x * kStride<Row> + quad];
     }
     __syncwarp();
   }
 }
 
 // `blocks` of them a source, so that a block's records lie in one segment.
-template <typename Columns>
+template <typename Row>
 __global__ void __launch_bounds__(kThreads)
     unpack_kernel(const float4* records, const int64_t* counts, int blocks, int capacity, int views,
                   UnpackedRows rows) {
-  constexpr int kQuads = record_quads<Columns>(), kEnd = Columns::kNumbers;
-  __shared__ float4 staged[kWarps][32 * kStride<Columns>];
+  constexpr int kQuads = record_quads<Row>(), kEnd = Row::kNumbers;
+  __shared__ float4 staged[kWarps][32 * kStride<Row>];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int source = int(blockIdx.x) / blocks;
   const int64_t first = (int64_t(blockIdx.x) - int64_t(source) * blocks) * kThreads + warp * 32;  // of the warp's lines
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int k = 0; k < kQuads; ++k) {
     const int one = k * (32 / kQuads) + lane / kQuads;
-    if (first + one < real) staged[warp][one * kStride<Columns> + lane % kQuads] = from[32 * k + lane];
+    if (first + one < real) staged[warp][one * kStride<Row> + lane % kQuads] = from[32 * k + lane];
   }
   __syncwarp();
   const int64_t line = first + lane;
@@ -85,10 +85,10 @@ __global__ void __launch_bounds__(kThreads)
   float numbers[4 * kQuads];
 #pragma unroll
   for (int k = 0; k < kQuads; ++k) {
-    put_quad(row ? staged[warp][lane * kStride<Columns> + k] : make_float4(0.0f, 0.0f, 0.0f, 0.0f), numbers, k);
+    put_quad(row ? staged[warp][lane * kStride<Row> + k] : make_float4(0.0f, 0.0f, 0.0f, 0.0f), numbers, k);
   }
   const int64_t to = int64_t(source) * capacity + line;
-  store_numbers<Columns>(rows.columns, to, numbers);
+  store_numbers<Row>(rows.columns, to, numbers);
   reinterpret_cast<int2*>(rows.radii)[to] = make_int2(__float_as_int(numbers[kEnd]), __float_as_int(numbers[kEnd + 1]));
   rows.view_ids[to] = row ? __float_as_int(numbers[kEnd + 2]) : views - 1;
   rows.owners[to] = source;

@@ -13,13 +13,13 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 
 // Whether rows may be rounded to float16.
-template <typename Columns>
-constexpr bool kRounds = std::is_same_v<Columns, GaussianColumns>;
+template <typename Row>
+constexpr bool kRounds = std::is_same_v<Row, GaussianColumns>;
 
-template <typename Columns>
-__device__ __forceinline__ RowNumbers<Columns> load_row(const PackRows& rows, int64_t row) {
-  RowNumbers<Columns> out;
-  load_numbers<Columns>(rows.columns, row, out.values);
+template <typename Row>
+__device__ __forceinline__ RowNumbers<Row> load_row(const PackRows& rows, int64_t row) {
+  RowNumbers<Row> out;
+  load_numbers<Row>(rows.columns, row, out.values);
   out.radii = reinterpret_cast<const int2*>(rows.radii)[row];
   out.view = rows.view_ids[row];
   return out;
@@ -34,28 +34,28 @@ __device__ __forceinline__ void put_words(const uint32_t* words, bool slots, int
   if (slots) out[kWords * capacity] = uint32_t(row);
 }
 
-template <typename Columns>
+template <typename Row>
 __global__ void __launch_bounds__(kThreads)
     pack_wire_kernel(const __grid_constant__ PackRows rows, const int32_t* place,
                      const __grid_constant__ WireSegments to, bool slots, uint32_t* wire) {
   const int64_t row = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (row >= rows.count) return;
   bool loaded = false;
-  RowNumbers<Columns> numbers;
+  RowNumbers<Row> numbers;
   for (int rank = 0; rank < to.ranks; ++rank) {
     const int line = place[int64_t(rank) * rows.count + row];
     const int64_t capacity = to.capacities[rank];
     if (line < 0 || line >= capacity || to.starts[rank] == kStays) continue;
-    if (!loaded) numbers = load_row<Columns>(rows, row);
+    if (!loaded) numbers = load_row<Row>(rows, row);
     loaded = true;
     uint32_t* out = wire + to.starts[rank] + line;
-    uint32_t words[kFullRow<Columns>];
-    if (kRounds<Columns> && to.half && rank != to.rank) {
-      if constexpr (kRounds<Columns>) half_row(numbers, words);
+    uint32_t words[kFullRow<Row>];
+    if (kRounds<Row> && to.half && rank != to.rank) {
+      if constexpr (kRounds<Row>) half_row(numbers, words);
       put_words<kHalfRow>(words, slots, row, out, capacity);
     } else {
       full_row(numbers, words);
-      put_words<kFullRow<Columns>>(words, slots, row, out, capacity);
+      put_words<kFullRow<Row>>(words, slots, row, out, capacity);
     }
   }
 }
@@ -87,26 +87,26 @@ int blocks_of(const WireSegments& segments) {
   return int(blocks);
 }
 
-template <typename Columns>
-__device__ __forceinline__ void store_row(const RowNumbers<Columns>& row, int slot, int64_t to,
+template <typename Row>
+__device__ __forceinline__ void store_row(const RowNumbers<Row>& row, int slot, int64_t to,
                                           const UnpackedRows& rows) {
-  store_numbers<Columns>(rows.columns, to, row.values);
+  store_numbers<Row>(rows.columns, to, row.values);
   reinterpret_cast<int2*>(rows.radii)[to] = row.radii;
   rows.view_ids[to] = row.view;
   rows.slots[to] = slot;
 }
 
-template <typename Columns>
+template <typename Row>
 __global__ void __launch_bounds__(kThreads)
     keep_rows_kernel(PackRows rows, const int32_t* place, UnpackedRows out, int64_t start, int capacity, bool slots) {
   const int64_t row = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (row >= rows.count) return;
   const int line = place[row];
   if (line < 0 || line >= capacity) return;
-  store_row(load_row<Columns>(rows, row), slots ? int(row) : 0, start + line, out);
+  store_row(load_row<Row>(rows, row), slots ? int(row) : 0, start + line, out);
 }
 
-template <typename Columns>
+template <typename Row>
 __global__ void __launch_bounds__(kThreads)
     unpack_wire_kernel(const uint32_t* wire, const __grid_constant__ WireSegments come, const int64_t* counts,
                        bool slots, int views, UnpackedRows rows) {
@@ -118,18 +118,18 @@ __global__ void __launch_bounds__(kThreads)
   const bool stays = come.starts[block.source] == kStays;
   if (stays && line < counts[block.source]) return;  // keep_rows writes these
   const uint32_t* in = wire + come.starts[block.source] + line;
-  RowNumbers<Columns> row = {};
+  RowNumbers<Row> row = {};
   row.view = views - 1;
   int slot = 0;
   if (line < counts[block.source]) {
-    constexpr int kFull = kFullRow<Columns>;
-    const bool half = kRounds<Columns> && come.half && block.source != come.rank;
+    constexpr int kFull = kFullRow<Row>;
+    const bool half = kRounds<Row> && come.half && block.source != come.rank;
     uint32_t words[kFull];
     const int count = half ? kHalfRow : kFull;
 #pragma unroll
     for (int k = 0; k < kFull; ++k) words[k] = k < count ? in[k * capacity] : 0u;
-    if constexpr (kRounds<Columns>) row = half ? read_half_row(words) : read_full_row<Columns>(words);
-    else row = read_full_row<Columns>(words);
+    if constexpr (kRounds<Row>) row = half ? read_half_row(words) : read_full_row<Row>(words);
+    else row = read_full_row<Row>(words);
     if (slots) slot = int(in[count * capacity]);
   }
   store_row(row, slot, to, rows);

@@ -14,12 +14,12 @@ constexpr uint32_t kOne = 127u << 23;  // 1.0f, bit for bit
 constexpr int kHalfRow = 9;            // words of a rounded row of 3D Gaussians
 
 // Words of a row: its columns' numbers, and two of radii and view.
-template <typename Columns>
-constexpr int kFullRow = Columns::kNumbers + 2;
+template <typename Row>
+constexpr int kFullRow = Row::kNumbers + 2;
 
-template <typename Columns>
+template <typename Row>
 struct RowNumbers {
-  float values[Columns::kNumbers];
+  float values[Row::kNumbers];
   int2 radii;
   int view;
 };
@@ -58,12 +58,12 @@ __device__ __forceinline__ int second_scale(uint32_t word) { return int8_t(word 
 
 __device__ __forceinline__ float root(float x) { return __fsqrt_rn(x > 0.0f ? x : 0.0f); }
 
-template <typename Columns>
-__device__ __forceinline__ void full_row(const RowNumbers<Columns>& row, uint32_t* words) {
+template <typename Row>
+__device__ __forceinline__ void full_row(const RowNumbers<Row>& row, uint32_t* words) {
 #pragma unroll
-  for (int k = 0; k < Columns::kNumbers; ++k) words[k] = bits(row.values[k]);
-  words[Columns::kNumbers] = radius_word(row.radii.x, row.view);
-  words[Columns::kNumbers + 1] = radius_word(row.radii.y, row.view >> 4);
+  for (int k = 0; k < Row::kNumbers; ++k) words[k] = bits(row.values[k]);
+  words[Row::kNumbers] = radius_word(row.radii.x, row.view);
+  words[Row::kNumbers + 1] = radius_word(row.radii.y, row.view >> 4);
 }
 
 __device__ __forceinline__ void half_row(const RowNumbers<GaussianColumns>& row, uint32_t* words) {
@@ -84,10 +84,10 @@ __device__ __forceinline__ void half_row(const RowNumbers<GaussianColumns>& row,
   words[8] = with_scales(v[8] * color, of_conic, of_color);
 }
 
-template <typename Columns>
-__device__ __forceinline__ RowNumbers<Columns> read_full_row(const uint32_t* words) {
-  constexpr int kEnd = Columns::kNumbers;
-  RowNumbers<Columns> row;
+template <typename Row>
+__device__ __forceinline__ RowNumbers<Row> read_full_row(const uint32_t* words) {
+  constexpr int kEnd = Row::kNumbers;
+  RowNumbers<Row> row;
 #pragma unroll
   for (int k = 0; k < kEnd; ++k) row.values[k] = __uint_as_float(words[k]);
   row.radii = make_int2(radius_of(words[kEnd]), radius_of(words[kEnd + 1]));
