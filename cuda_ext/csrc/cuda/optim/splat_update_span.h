@@ -45,8 +45,8 @@ struct EveryPoint {
 };
 
 // Steps the span: those of `points` (`EveryPoint`, or `DrawnPoints` of splat_update_lazy.cu). `gradient` [floats], and
-// `first` for the first moment, lie in shared memory, or are null for zero. `Count` float4s of each array are in
-// flight.
+// `first` for the first moment, lie in shared memory, or are null for zero. `Count` float4s of each array are loaded
+// ahead.
 template <int Count, typename Moment, typename Points>
 __device__ __forceinline__ void step_span(const Span<Moment>& span, const Points& points, const float* first,
                                           const float* gradient, const float* scalars, int lane) {
