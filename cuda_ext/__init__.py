@@ -19,8 +19,9 @@ from cuda_ext.ops.exchange.fragments import (
     scatter_fragments,
 )
 from cuda_ext.ops.exchange.put_rows import put_rows
-from cuda_ext.ops.exchange.row_exchange import ReceivedRows, collect, pack, route_lines, unpack
+from cuda_ext.ops.exchange.row_exchange import pack, route_lines, unpack
 from cuda_ext.ops.exchange.row_footprint import footprint_counts
+from cuda_ext.ops.exchange.row_layout import ReceivedRows
 from cuda_ext.ops.loss.band_loss import Band, band_loss_into
 from cuda_ext.ops.loss.loss import l1_ssim
 from cuda_ext.ops.optim.adam import AdamStep, FusedAdam, adam_step, fused_step
@@ -59,7 +60,6 @@ __all__ = [
     "cell_windows",
     "cells_reached",
     "clip_lists",
-    "collect",
     "compiler_problem",
     "composite",
     "composite_fragments",

@@ -53,6 +53,8 @@ _RASTERIZE_CONVEXES_INPUTS = (
     "Tensor means2d, Tensor lines, Tensor sharpness, Tensor row_opacities, Tensor colors, Tensor depths, "
     "Tensor tile_offsets, Tensor row_ids, int[] patches, int tile_size"
 )
+_ROWS = "Tensor[] columns, Tensor radii, Tensor view_ids"
+_UNPACKED_ROWS = "(Tensor[] columns, Tensor radii, Tensor view_ids, Tensor owners, Tensor slots)"
 _SPLAT_OUTPUTS = (
     "(Tensor view_ids, Tensor point_ids, Tensor count, Tensor means2d, Tensor conics, Tensor opacities, "
     "Tensor features, Tensor depths, Tensor radii)"
@@ -154,11 +156,8 @@ SCHEMAS: tuple[str, ...] = (
     "clip_lists(Tensor tile_offsets, Tensor row_ids, Tensor depths, Tensor windows) -> "
     "(Tensor tile_offsets, Tensor row_ids)",
     "footprint_counts(Tensor view_ids, Tensor count, Tensor means2d, Tensor radii, int[] patches) -> Tensor counts",
-    "pack(Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, Tensor depths, "
-    "Tensor radii, Tensor place, Tensor destinations, int capacity) -> ()",
-    "unpack(Tensor records, Tensor counts, int views) -> (Tensor view_ids, Tensor means2d, Tensor conics, "
-    "Tensor opacities, Tensor features, Tensor depths, Tensor radii, Tensor owners, Tensor slots)",
-    "collect(Tensor place, Tensor count, Tensor sources, int capacity) -> Tensor records",
+    f"pack({_ROWS}, Tensor place, Tensor destinations, int capacity) -> ()",
+    f"unpack(Tensor records, Tensor counts, int views, int[] widths) -> {_UNPACKED_ROWS}",
     "add_records(Tensor records, Tensor sinks, Tensor owners, Tensor slots, bool system_scope) -> ()",
     "add_clock(Tensor(a!) total, int sign) -> ()",
     "take_lines(Tensor[] tables, Tensor at, Tensor(a!)[] into) -> ()",
@@ -167,20 +166,16 @@ SCHEMAS: tuple[str, ...] = (
     "put_rows(Tensor[] arrays, int[] taken, Tensor count, Tensor destinations, Tensor? gate=None, "
     "int gate_column=0, int offset=0) -> ()",
     # Segments of one buffer, by rank.
-    "pack_wire(Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, Tensor depths, "
-    "Tensor radii, Tensor place, Tensor(a!) wire, int[] starts, int[] capacities, int rank, bool half, "
+    f"pack_wire({_ROWS}, Tensor place, Tensor(a!) wire, int[] starts, int[] capacities, int rank, bool half, "
     "bool slots) -> ()",
     "unpack_wire(Tensor wire, int[] starts, int[] capacities, Tensor counts, int rank, bool half, bool slots, "
-    "int views) -> (Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, "
-    "Tensor depths, Tensor radii, Tensor owners, Tensor slots)",
-    "keep_rows(Tensor view_ids, Tensor means2d, Tensor conics, Tensor opacities, Tensor features, Tensor depths, "
-    "Tensor radii, Tensor place, Tensor(a!) to_view_ids, Tensor(b!) to_means2d, Tensor(c!) to_conics, "
-    "Tensor(d!) to_opacities, Tensor(e!) to_features, Tensor(f!) to_depths, Tensor(g!) to_radii, "
-    "Tensor(h!) to_slots, int start, int capacity, bool slots) -> ()",
+    f"int views, int[] widths) -> {_UNPACKED_ROWS}",
+    f"keep_rows({_ROWS}, Tensor place, Tensor(a!)[] to_columns, Tensor(b!) to_radii, Tensor(c!) to_view_ids, "
+    "Tensor(d!) to_slots, int start, int capacity, bool slots) -> ()",
     "pack_gradients(Tensor records, Tensor counts, Tensor(a!) wire, int[] starts, int[] capacities, int rank, "
-    "bool half, bool absgrad, bool depth=False) -> ()",
+    "bool half, int[] returned) -> ()",
     "collect_wire(Tensor place, Tensor count, Tensor wire, int[] starts, int[] capacities, Tensor own, int rank, "
-    "bool half, bool absgrad, bool depth=False) -> Tensor records",
+    "bool half, int[] returned) -> Tensor records",
     # Addresses in these are of buffers of all ranks, by rank; no dispatcher sees what is read and written there.
     "sort_pairs(Tensor(a!) keys, Tensor values, Tensor count, int begin_bit, int end_bit, Tensor(b!) out_keys, "
     "Tensor(c!) out_values) -> ()",

@@ -9,11 +9,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-RECORD_FLOATS = 16
-"""Numbers of 4 bytes in a record."""
-GRADIENT_FLOATS = 12
-"""Numbers of a gradient's record that are gradients: its first."""
-
 
 @torch.no_grad()
 def route_lines(
@@ -37,46 +32,50 @@ def route_lines(
 
 @torch.no_grad()
 def pack(
-    view_ids: Tensor, means2d: Tensor, conics: Tensor, opacities: Tensor, features: Tensor, depths: Tensor,
-    radii: Tensor, place: Tensor, destinations: Tensor, capacity: int,
-) -> None:  # fmt: skip
+    columns: Sequence[Tensor], radii: Tensor, view_ids: Tensor, place: Tensor, destinations: Tensor, capacity: int
+) -> None:
     """See `cuda_ext.ops.exchange.row_exchange.pack`."""
     slots = torch.arange(len(view_ids), dtype=torch.int32)
-    floats = torch.cat([means2d, conics, opacities[:, None], features, depths[:, None]], dim=1)
-    integers = torch.cat([radii, view_ids[:, None], slots[:, None], torch.zeros_like(radii)], dim=1)
-    records = torch.cat([floats.view(torch.int32), integers], dim=1)
+    records = torch.cat([*words_of(columns), radii, view_ids[:, None], slots[:, None]], dim=1)
+    records = torch.nn.functional.pad(records, (0, record_floats(records.shape[1]) - records.shape[1]))
     for lines, address in zip(place, destinations.tolist(), strict=True):
         rows = ((lines >= 0) & (lines < capacity)).nonzero().squeeze(-1)
         if len(rows) > 0:
-            _records_at(address, capacity).view(torch.int32)[lines[rows].long()] = records[rows]
+            there = _records_at(address, capacity, records.shape[1]).view(torch.int32)
+            there[lines[rows].long()] = records[rows]
 
 
 @torch.no_grad()
-def unpack(records: Tensor, counts: Tensor, views: int) -> tuple[Tensor, ...]:
+def unpack(
+    records: Tensor, counts: Tensor, views: int, widths: Sequence[int]
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]:
     """See `cuda_ext.ops.exchange.row_exchange.unpack`."""
-    ranks, capacity = records.shape[:2]
+    ranks, capacity, end = *records.shape[:2], sum(widths)
     lines = torch.arange(capacity, device=records.device)
     real = (lines < counts[:, None]).reshape(-1, 1)
-    integers = torch.where(real, records.reshape(-1, RECORD_FLOATS).view(torch.int32), 0)
-    floats = integers.view(torch.float32)
-    view_ids = torch.where(real[:, 0], integers[:, 12], views - 1).int()
+    integers = torch.where(real, records.flatten(0, 1).view(torch.int32), 0)
+    view_ids = torch.where(real[:, 0], integers[:, end + 2], views - 1).int()
     owners = torch.arange(ranks, dtype=torch.int32, device=records.device).repeat_interleave(capacity)
-    means2d, conics, opacities, features, depths = floats[:, :10].split([2, 3, 1, 3, 1], dim=1)
-    parts = (means2d, conics, opacities[:, 0], features, depths[:, 0], integers[:, 10:12])
-    alone = [part.clone(memory_format=torch.contiguous_format) for part in (*parts, integers[:, 13])]
-    return (view_ids, *alone[:-1], owners, alone[-1])
+    return (
+        columns_of_words(integers[:, :end], widths), integers[:, end : end + 2].clone(), view_ids, owners,
+        integers[:, end + 3].clone(),
+    )  # fmt: skip
 
 
-@torch.no_grad()
-def collect(place: Tensor, count: Tensor, sources: Tensor, capacity: int) -> Tensor:
-    """See `cuda_ext.ops.exchange.row_exchange.collect`."""
-    records = torch.zeros((place.shape[1], RECORD_FLOATS))
-    real = torch.arange(place.shape[1]) < count
-    for lines, address in zip(place, sources.tolist(), strict=True):
-        rows = (real & (lines >= 0) & (lines < capacity)).nonzero().squeeze(-1)
-        if len(rows) > 0:
-            records[rows] += _records_at(address, capacity)[lines[rows].long()]
-    return records
+def record_floats(numbers: int) -> int:
+    """Return the floats of a record of so many numbers: a power of two."""
+    return 1 << (numbers - 1).bit_length()
+
+
+def words_of(columns: Sequence[Tensor]) -> list[Tensor]:
+    """Return float columns [M, width] or [M] as words [M, width] int32."""
+    return [(column if column.dim() == 2 else column[:, None]).contiguous().view(torch.int32) for column in columns]
+
+
+def columns_of_words(words: Tensor, widths: Sequence[int]) -> list[Tensor]:
+    """Return columns [M, width], or [M] where it is 1, of words [M, all widths] int32; each with memory of its own."""
+    parts = [part.clone(memory_format=torch.contiguous_format) for part in words.split(list(widths), dim=1)]
+    return [(part if part.shape[1] > 1 else part[:, 0]).view(torch.float32) for part in parts]
 
 
 @torch.no_grad()
@@ -90,7 +89,7 @@ def add_records(records: Tensor, sinks: Tensor, owners: Tensor, slots: Tensor, s
             _records_at(address, int(there.max()) + 1, records.shape[1]).index_add_(0, there, records[rows])
 
 
-def _records_at(address: int, capacity: int, floats: int = RECORD_FLOATS) -> Tensor:
+def _records_at(address: int, capacity: int, floats: int) -> Tensor:
     """Return the records [capacity, floats] that lie at an address of this process's own memory; nothing keeps them
     alive."""
     memory = (ctypes.c_float * (capacity * floats)).from_address(address)

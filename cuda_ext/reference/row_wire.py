@@ -5,86 +5,77 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cuda_ext.reference.row_exchange import columns_of_words, words_of
+
 _ONE = 127 << 23
 """1.0, bit for bit."""
 _NUMBER = 0x7FFFFFFF
 """All bits of a float but its sign."""
 _MOST_SCALE = 126
+HALF_ROW = 9
+"""Words of a rounded row."""
 
 
-def row_words(*, half: bool, slots: bool) -> int:
-    """Return the number of words of a row."""
-    return (9 if half else 12) + slots
-
-
-def gradient_words(*, half: bool, absgrad: bool, depth: bool = False) -> int:
-    """Return the number of words of a row's gradients."""
-    count = len(_sent(absgrad=absgrad, depth=depth))
-    return 5 + (count - 8) // 2 if half else count
-
-
-def _sent(*, absgrad: bool, depth: bool) -> list[int]:
-    """Return the places of a record whose numbers are sent."""
-    return [*range(9 + depth), *((10, 11) if absgrad else ())]
+def half_gradient_words(count: int) -> int:
+    """Return the words of so many rounded gradients."""
+    return 5 + (count - 8) // 2
 
 
 @torch.no_grad()
 def pack_wire(
-    view_ids: Tensor, means2d: Tensor, conics: Tensor, opacities: Tensor, features: Tensor, depths: Tensor,
-    radii: Tensor, place: Tensor, wire: Tensor, starts: Sequence[int], capacities: Sequence[int], rank: int,
-    half: bool, slots: bool,
+    columns: Sequence[Tensor], radii: Tensor, view_ids: Tensor, place: Tensor, wire: Tensor, starts: Sequence[int],
+    capacities: Sequence[int], rank: int, half: bool, slots: bool,
 ) -> None:  # fmt: skip
     """See `cuda_ext.ops.exchange.row_wire.pack_wire`."""
-    geometry = (means2d, conics, opacities, features, depths)
     rest = _radii_and_view(radii, view_ids)
     ids = [torch.arange(len(view_ids), dtype=torch.int32, device=wire.device)] if slots else []
-    whole = torch.stack([*_full_row(*geometry), *rest, *ids])
-    short = torch.stack([*_half_row(*geometry, rest=rest), *ids]) if half else whole
+    whole = torch.cat([*(part.T for part in words_of(columns)), torch.stack([*rest, *ids])])
+    short = torch.stack([*_half_row(*columns, rest=rest), *ids]) if half else whole
     for other, lines in enumerate(place.long()):
         if starts[other] < 0:
             continue
-        columns = whole if other == rank else short
+        words = whole if other == rank else short
         chosen = ((lines >= 0) & (lines < capacities[other])).nonzero().squeeze(-1)
-        segment = _segment(wire, starts[other], len(columns), capacities[other])
-        segment[:, lines[chosen]] = columns[:, chosen]
+        segment = _segment(wire, starts[other], len(words), capacities[other])
+        segment[:, lines[chosen]] = words[:, chosen]
 
 
 @torch.no_grad()
 def unpack_wire(
     wire: Tensor, starts: Sequence[int], capacities: Sequence[int], counts: Tensor, rank: int, half: bool,
-    slots: bool, views: int,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    slots: bool, views: int, widths: Sequence[int],
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """See `cuda_ext.ops.exchange.row_wire.unpack_wire`."""
+    end = sum(widths)
     parts: list[tuple[Tensor, ...]] = []
     for source, (start, capacity) in enumerate(zip(starts, capacities, strict=True)):
         short = half and source != rank
-        width = row_words(half=short, slots=slots)
-        columns = _segment(wire, start, width, capacity) if start >= 0 else wire.new_zeros(width, capacity)
+        width = (HALF_ROW if short else end + 2) + slots
+        words = _segment(wire, start, width, capacity) if start >= 0 else wire.new_zeros(width, capacity)
         real = (torch.arange(capacity, device=wire.device) < counts[source]) & (start >= 0)
-        ids = columns[-1] if slots else torch.zeros_like(columns[0])
-        floats, codes = _read_half_row(columns) if short else (columns[:10].view(torch.float32), columns[10:12])
+        ids = words[-1] if slots else torch.zeros_like(words[0])
+        numbers, codes = _read_half_row(words) if short else (words[:end], words[end : end + 2])
         across, view = _radius_of(codes), _view_of(codes)
-        floats = torch.where(real, floats, 0.0)
         parts.append(
             (
-                torch.where(real, view, views - 1), floats[:2].T, floats[2:5].T, floats[5], floats[6:9].T, floats[9],
-                torch.where(real, across, 0).T, torch.full_like(columns[0], source), torch.where(real, ids, 0),
+                torch.where(real, numbers, 0).T, torch.where(real, across, 0).T, torch.where(real, view, views - 1),
+                torch.full_like(words[0], source), torch.where(real, ids, 0),
             )
         )  # fmt: skip
-    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+    numbers, *rest = (torch.cat(part) for part in zip(*parts, strict=True))
+    return (columns_of_words(numbers, widths), *rest)  # type: ignore[return-value]
 
 
 @torch.no_grad()
 def keep_rows(
-    view_ids: Tensor, means2d: Tensor, conics: Tensor, opacities: Tensor, features: Tensor, depths: Tensor,
-    radii: Tensor, place: Tensor, to_view_ids: Tensor, to_means2d: Tensor, to_conics: Tensor, to_opacities: Tensor,
-    to_features: Tensor, to_depths: Tensor, to_radii: Tensor, to_slots: Tensor, start: int, capacity: int, slots: bool,
+    columns: Sequence[Tensor], radii: Tensor, view_ids: Tensor, place: Tensor, to_columns: Sequence[Tensor],
+    to_radii: Tensor, to_view_ids: Tensor, to_slots: Tensor, start: int, capacity: int, slots: bool,
 ) -> None:  # fmt: skip
     """See `cuda_ext.ops.exchange.row_wire.keep_rows`."""
     chosen = ((place >= 0) & (place < capacity)).nonzero().squeeze(-1)
     lines = start + place[chosen].long()
-    there = (to_view_ids, to_means2d, to_conics, to_opacities, to_features, to_depths, to_radii)
-    for column, own in zip(there, (view_ids, means2d, conics, opacities, features, depths, radii), strict=True):
+    there = (*to_columns, to_radii, to_view_ids)
+    for column, own in zip(there, (*columns, radii, view_ids), strict=True):
         column[lines] = own[chosen]
     if slots:
         to_slots[lines] = chosen.int()
@@ -93,13 +84,13 @@ def keep_rows(
 @torch.no_grad()
 def pack_gradients(
     records: Tensor, counts: Tensor, wire: Tensor, starts: Sequence[int], capacities: Sequence[int], rank: int,
-    half: bool, absgrad: bool, depth: bool = False,
+    half: bool, returned: Sequence[int],
 ) -> None:  # fmt: skip
     """See `cuda_ext.ops.exchange.row_wire.pack_gradients`."""
     for source, lines in enumerate(records.split(list(capacities))):
         if source == rank or starts[source] < 0:
             continue
-        values = [lines[:, place] for place in _sent(absgrad=absgrad, depth=depth)]
+        values = [lines[:, place] for place in returned]
         columns = torch.stack(
             _half_gradient(values) if half else [value.contiguous().view(torch.int32) for value in values]
         )
@@ -111,33 +102,27 @@ def pack_gradients(
 @torch.no_grad()
 def collect_wire(
     place: Tensor, count: Tensor, wire: Tensor, starts: Sequence[int], capacities: Sequence[int], own: Tensor,
-    rank: int, half: bool, absgrad: bool, depth: bool = False,
+    rank: int, half: bool, returned: Sequence[int],
 ) -> Tensor:  # fmt: skip
     """See `cuda_ext.ops.exchange.row_wire.collect_wire`."""
-    sent = _sent(absgrad=absgrad, depth=depth)
-    sums = torch.zeros((place.shape[1], len(sent)), device=place.device)
+    sums = torch.zeros((place.shape[1], len(returned)), device=place.device)
     real = torch.arange(place.shape[1], device=place.device) < count
-    words = gradient_words(half=half, absgrad=absgrad, depth=depth)
+    words = half_gradient_words(len(returned)) if half else len(returned)
     for source, lines in enumerate(place.long()):
         rows = (real & (lines >= 0) & (lines < capacities[source])).nonzero().squeeze(-1)
         if source == rank:
-            values = own[:, sent]
+            values = own[:, returned]
         else:
             columns = _segment(wire, starts[source], words, capacities[source])
-            values = (_read_half_gradient(columns)[: len(sent)] if half else columns.view(torch.float32)).T
+            values = (_read_half_gradient(columns)[: len(returned)] if half else columns.view(torch.float32)).T
         sums[rows] += values[lines[rows]]
-    records = sums.new_zeros((len(sums), 16))
-    records[:, sent] = sums
+    records = sums.new_zeros((len(sums), own.shape[1]))
+    records[:, returned] = sums
     return records
 
 
 def _segment(wire: Tensor, start: int, words: int, capacity: int) -> Tensor:
     return wire[start : start + words * capacity].view(words, capacity)
-
-
-def _full_row(means2d: Tensor, conics: Tensor, opacities: Tensor, features: Tensor, depths: Tensor) -> list[Tensor]:
-    columns = [*means2d.unbind(1), *conics.unbind(1), opacities, *features.unbind(1), depths]
-    return [column.contiguous().view(torch.int32) for column in columns]
 
 
 def _radii_and_view(radii: Tensor, view_ids: Tensor) -> list[Tensor]:
@@ -214,13 +199,14 @@ def _half_row(
 
 
 def _read_half_row(columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the ten floats of rows [10, M], and their two words of radii and view."""
+    """Return the words of the ten floats of rows [10, M], and their two words of radii and view."""
     x, y, depth = columns[:3].view(torch.float32)
     of_conic, of_color = (_power(-scale) for scale in _scales_of(columns[8]))
     a, b, c = (x * of_conic for x in (_low(columns[5]), _high(columns[5]), _low(columns[6])))
     red, green, blue = (x * of_color for x in (_low(columns[7]), _high(columns[7]), _low(columns[8])))
     conic = (a * a, a * b, b * b + c * c)
-    return torch.stack([x, y, *conic, _high(columns[6]), red, green, blue, depth]), columns[3:5]
+    floats = torch.stack([x, y, *conic, _high(columns[6]), red, green, blue, depth])
+    return floats.view(torch.int32), columns[3:5]
 
 
 def _half_gradient(values: list[Tensor]) -> list[Tensor]:

@@ -150,17 +150,6 @@ class ReplicaRows(ABC):
         """
 
 
-def real_rows(point_ids: Tensor, count: Tensor) -> Tensor:
-    """Return a mask [M], True for rows, False for padding: the first `count` lines of each segment are rows.
-
-    Args:
-        point_ids: [M] int32, -1 of padding. count: int64, per segment.
-    """
-    segments = max(count.numel(), 1)
-    places = torch.arange(len(point_ids) // segments, device=point_ids.device)
-    return (point_ids >= 0) & (places < count.view(-1, 1)).reshape(-1)
-
-
 class Kernels(RowFormat):
     """Operators of a primitive: parameters to rows, rows to pixels, and gradients to an Adam step.
 
@@ -168,12 +157,14 @@ class Kernels(RowFormat):
 
     Attributes:
         parameters: the names of the parameters in the order that operators take them.
+        gradient_floats: numbers of a gradient record that are gradients: its first. Others may hold anything.
         sized: True if `update` counts the points' sizes on the screen on any rank.
         can_defer: True if steps of points that are not drawn can be deferred: `model` takes `lazy`.
         supports_half: True if `wire` takes `half`.
     """
 
     parameters: tuple[str, ...]
+    gradient_floats: int
     sized: bool = True
     can_defer: bool = True
     supports_half: bool = True

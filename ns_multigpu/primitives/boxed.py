@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from cuda_ext.ops.exchange.row_layout import RowLayout
 from cuda_ext.ops.raster.primitives import BoxedOperators, box_lists
 from ns_multigpu.core.primitive import Primitive
 from ns_multigpu.core.types import TILE, Hits, Patch, Pixels, Points, Splats, View, stack_intrinsics, stack_viewmats
 from ns_multigpu.primitives.canvas import Canvas, clip_lists
+from ns_multigpu.primitives.composed_kernels import MADE
 from ns_multigpu.primitives.gaussians.functions import sizes_of
-from ns_multigpu.primitives.part_kernels import MADE
 from ns_multigpu.primitives.radius_clip import clip_rows
-from ns_multigpu.primitives.record_parts import RecordParts
 from ns_multigpu.primitives.shading import row_colors
 
 
@@ -38,7 +38,7 @@ class BoxedPrimitive(Primitive):
     far: float = 1e10
     radius_clip: float = 0.0
 
-    layout: ClassVar[RecordParts]
+    layout: ClassVar[RowLayout]
     operators: ClassVar[BoxedOperators[Any, Any]]
 
     @abstractmethod

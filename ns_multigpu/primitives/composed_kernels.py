@@ -5,17 +5,24 @@ Shapes follow from capacities alone, and nothing is read back, so that CUDA grap
 """
 
 from abc import abstractmethod
+from collections import namedtuple
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cuda_ext.ops.exchange.row_layout import real_rows
 from cuda_ext.ops.optim.adam import adam_step
-from ns_multigpu.core.kernels import Cameras, Kernels, Model, ReplicaRows, Rows, real_rows
+from ns_multigpu.core.kernels import Cameras, Model, ReplicaRows, Rows
 from ns_multigpu.core.schema import POSITION
 from ns_multigpu.primitives.gather import spread
+from ns_multigpu.primitives.row_kernels import RowKernels
+
+MADE = {"opacities": "row_opacities", "features": "colors"}
+"""Row columns with another name in projections."""
 
 
 class RowLines(NamedTuple):
@@ -33,7 +40,18 @@ class GatheredRows(NamedTuple):
     count: Tensor
 
 
-class ComposedKernels(Kernels):
+@cache
+def _made(columns: tuple[str, ...]) -> Any:
+    """Return the class of projected lines: the projection's columns, and colours [M, 3]."""
+    return namedtuple("Made", (*columns, "colors"))
+
+
+def with_colors(projection: Any, colors: Tensor) -> Any:
+    """Return a projection and its colours as one NamedTuple."""
+    return _made(type(projection)._fields)(*projection, colors)
+
+
+class ComposedKernels(RowKernels):
     """See `Kernels`. Adam is dense: points that are not drawn are updated with a gradient of zero in each step.
 
     Attributes:
@@ -45,20 +63,22 @@ class ComposedKernels(Kernels):
 
     @abstractmethod
     def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: RowLines) -> Any:
-        """Project lines differentiably: return a NamedTuple that has at least `radii` [M, 2] int32, as `Projection` has
-        them."""
+        """Project lines differentiably: return the rows' columns, named by `MADE`, and `radii` [M, 2] int32, as
+        `Projection` has them (`with_colors`)."""
 
     @abstractmethod
     def shows(self, params: Mapping[str, Tensor], cameras: Cameras, lines: RowLines) -> Tensor:
         """Return a mask [M] of the lines that are drawn or count as seen. Only these become rows."""
 
-    @abstractmethod
     def rows(self, made: Any, lines: RowLines, count: Tensor) -> Rows:
         """Return the rows of projected lines."""
+        columns = (getattr(made, MADE.get(name, name)) for name in self.layout.widths)
+        return self.layout.rows(*lines, count, *columns, made.radii)
 
-    @abstractmethod
     def returned(self, made: Any, records: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return pairs of an output in `made` and its gradient, from gradient records [M, record_floats]."""
+        gradients = self.layout.gradients_of(records)
+        return [(getattr(made, MADE.get(name, name)), gradients[name]) for name in self.layout.widths]
 
     @abstractmethod
     def moved(self, made: Any, records: Tensor) -> tuple[Tensor, Tensor]:

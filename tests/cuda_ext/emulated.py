@@ -26,6 +26,7 @@ PRIMITIVES = (
     "common/rows",
     *(f"{stage}/{kind}_{stage}" for kind in ("surfels", "convexes") for stage in ("raster", "project")),
 )
+EXCHANGE = ("exchange/row_pack", "exchange/row_wire")
 POSES = ("common/rows", "optim/splat_poses", "optim/view_poses")
 NEVER = 2**31 - 1
 _LAUNCH = re.compile(r"(\w+)<<<(.*?),\s*(\w+), 0, stream>>>\((.*?)\);", re.DOTALL)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from cuda_ext.dispatch.library import LIBRARY
 from cuda_ext.ops.common.checks import check_depth_range, check_floats, check_ints, check_rows, intrinsics_shape
+from cuda_ext.ops.exchange.row_exchange import RECORD_FLOATS
 from cuda_ext.ops.optim.adam import SCALARS, kernels_serve
 from cuda_ext.ops.optim.fused_composed import PLAIN_COLOR, splat_forward_composed, splat_update_composed
 from cuda_ext.ops.optim.lazy_adam import LazyAdam, check_parameters
 from cuda_ext.ops.project.boxes import check_boxes
 from cuda_ext.reference.lazy_adam import PARAMETERS
-from cuda_ext.reference.row_exchange import RECORD_FLOATS
 
 
 class SplatRows(NamedTuple):

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuda_ext.ops.exchange.row_layout import real_rows
 from cuda_ext.ops.optim.adam import adam_step_torch, mean_step
 from cuda_ext.ops.project.boxes import box_views
 from cuda_ext.ops.project.culling import cull
@@ -124,7 +125,7 @@ def splat_update_composed(
 ) -> None:  # fmt: skip
     """See `cuda_ext.ops.optim.fused.splat_update`."""
     if finite_flag is not None:
-        real = _real(point_ids, count)
+        real = real_rows(point_ids, count).nonzero().squeeze(-1)
         first, end = finite_flag_views or (0, len(viewmats))
         real = real[(view_ids[real] >= first) & (view_ids[real] < end) & (radii[real] > 0).all(-1)]
         finite = records[real].isfinite()[:, [*range(9 + depth), 10, 11]].all()
@@ -148,7 +149,7 @@ def _update(
     v_viewmats: Tensor | None, needles: Tensor | None, max_ratio: float, whole_step_scale: float,
 ) -> None:  # fmt: skip
     """Update points whose moments have the parameters' type."""
-    real = _real(point_ids, count)
+    real = real_rows(point_ids, count).nonzero().squeeze(-1)
     view_ids, point_ids, radii, conics, features = (t[real] for t in (view_ids, point_ids, radii, conics, features))
     alive = (radii > 0).all(-1)
     drawn = torch.unique(point_ids[alive].long())
@@ -194,15 +195,6 @@ def _update(
             last[drawn] = steps.to(last.dtype)
         gradients = v_absolute if absgrad else v_means2d
         _count(gradients, view_ids, point_ids, radii[:, 0], conics, sizes, grad2d, seen, radii_max)
-
-
-def _real(point_ids: Tensor, count: Tensor) -> Tensor:
-    """Return the lines [M'] that are rows, not padding: of each segment, the first as many as `count` says."""
-    real = point_ids >= 0
-    if count.numel() > 0:
-        places = torch.arange(len(point_ids) // count.numel(), device=point_ids.device)
-        real = real & (places < count[:, None]).reshape(-1)
-    return real.nonzero().squeeze(-1)
 
 
 def _count(

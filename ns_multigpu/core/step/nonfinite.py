@@ -5,25 +5,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.exchange.row_exchange import GRADIENT_FLOATS, RECORD_FLOATS
+from cuda_ext.ops.exchange.row_layout import real_rows
 from ns_multigpu.core.dist.collectives import all_gather_into
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.transport import Collective, Parts, Returned
-from ns_multigpu.core.kernels import real_rows
 
 
 class NonFiniteSteps:
     """Counts of non-finite steps for `step_gate`, whose limit is 0.
 
     Args:
-        world: the ranks. skips: False to look for nothing and to leave out no step.
+        world: the ranks. gradient_floats: see `Kernels`.
+        skips: False to look for nothing and to leave out no step.
 
     Attributes:
         by_rank: [ranks] int64, 1 of each rank that found such a gradient in the present step.
     """
 
-    def __init__(self, world: World, *, skips: bool) -> None:
-        self._world, self._skips = world, skips
+    def __init__(self, world: World, gradient_floats: int, *, skips: bool) -> None:
+        self._world, self._gradient_floats, self._skips = world, gradient_floats, skips
         self.by_rank = torch.zeros(world.size, dtype=torch.int64, device=world.device)
 
     def agree(self, back: Returned, counts: Sequence[Tensor], limits: Tensor, more: Tensor) -> Parts[Tensor]:
@@ -39,7 +39,7 @@ class NonFiniteSteps:
         """
         if not self._skips:
             return more
-        records = back.records.view(len(back.records), -1, RECORD_FLOATS)[:, :, :GRADIENT_FLOATS].flatten(1)
+        records = back.records[:, : self._gradient_floats]
         finite = (records.isfinite().all(-1) | ~real_rows(back.rows.point_ids, back.rows.count)).all()
         finite &= more.contiguous().view(torch.float32).isfinite().all()
         fits = (torch.stack(list(counts), dim=1) <= limits[: len(counts)]).all()

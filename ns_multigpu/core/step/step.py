@@ -157,7 +157,7 @@ class Step:
         # Of own rows, rows beyond a segment's capacity, intersections, and ranks with a gradient that is not finite.
         limits = [settings.rows, 0, settings.intersections, 0]
         self._limits = torch.tensor(limits, dtype=torch.int64, device=device)
-        self._nonfinite = NonFiniteSteps(self._world, skips=settings.skips)
+        self._nonfinite = NonFiniteSteps(self._world, self._kernels.gradient_floats, skips=settings.skips)
         self._losses = PatchLosses(settings, self.backgrounds, self.report, exposures, grids)
         self._message = StepMessage(
             settings, self._forward.pixels, transport.local_index, transport.words, self._learns

@@ -11,7 +11,7 @@ from cuda_ext.ops.raster.convexes import CONVEXES, CORNERS
 from ns_multigpu.core.types import Points, Splats
 from ns_multigpu.primitives.boxed import BoxedPrimitive
 from ns_multigpu.primitives.composed_kernels import refuse_options
-from ns_multigpu.primitives.convexes.kernels import CONVEX_PARTS, ConvexKernels
+from ns_multigpu.primitives.convexes.kernels import CONVEX_ROWS, ConvexKernels
 from ns_multigpu.primitives.convexes.schema import SCHEMA
 
 _AT_ONCE = 1 << 18
@@ -32,7 +32,7 @@ class Convexes(BoxedPrimitive):
     """
 
     schema = SCHEMA
-    layout = CONVEX_PARTS
+    layout = CONVEX_ROWS
     operators = CONVEXES
 
     @torch.no_grad()

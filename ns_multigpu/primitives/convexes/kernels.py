@@ -7,38 +7,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cuda_ext.ops.exchange.row_layout import RowLayout
 from cuda_ext.ops.raster.convexes import LINES
 from ns_multigpu.core.kernels import Cameras
 from ns_multigpu.core.schema import names
+from ns_multigpu.primitives.boxed_kernels import BoxedKernels
 from ns_multigpu.primitives.composed_kernels import RowLines
 from ns_multigpu.primitives.convexes.schema import SCHEMA
-from ns_multigpu.primitives.part_kernels import PartKernels
-from ns_multigpu.primitives.record_parts import RecordParts
 
 if TYPE_CHECKING:
     from ns_multigpu.primitives.convexes.functions import Convexes
 
 
-CONVEX_PARTS = RecordParts(
-    widths={"means2d": 2, "lines": LINES, "sharpness": 0, "opacities": 0, "features": 3, "depths": 0},
-    order=(
-        ("means2d", 0, 2), ("lines", 0, 3), ("opacities", 0, 1), ("features", 0, 3), ("depths", 0, 1),
-        ("lines", 3, 12), ("sharpness", 0, 1), ("lines", 12, LINES),
-    ),
-)  # fmt: skip
-"""26 numbers of a row, and as many gradients."""
+CONVEX_ROWS = RowLayout({"means2d": 2, "lines": LINES, "sharpness": 0, "opacities": 0, "features": 3, "depths": 0})
 
 
 @dataclass(frozen=True)
-class ConvexKernels(PartKernels):
-    """Kernels of 3D convexes; see `PartKernels`."""
+class ConvexKernels(BoxedKernels):
+    """Kernels of 3D convexes; see `BoxedKernels`."""
 
     kind: "Convexes"
 
     parameters = names(SCHEMA)
     title = "3D convexes"
-    layout = CONVEX_PARTS
-    record_floats = CONVEX_PARTS.record_floats
+    layout = CONVEX_ROWS
     at_once = 1 << 19
     """See `ComposedKernels`: some 300 bytes each."""
 

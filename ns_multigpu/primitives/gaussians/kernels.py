@@ -10,9 +10,9 @@ from cuda_ext.ops.optim.fused import SplatRows, splat_forward, splat_update
 from cuda_ext.ops.optim.lazy_adam import splat_flush
 from cuda_ext.ops.project.boxes import new_boxes, splat_boxes
 from ns_multigpu.core.kernels import Cameras, Model, PutRows, ReplicaRows
-from ns_multigpu.primitives.gaussians.row_kernels import GaussianRowKernels
 from ns_multigpu.primitives.gaussians.schema import ORDER
 from ns_multigpu.primitives.radius_clip import clip_rows
+from ns_multigpu.primitives.row_kernels import GaussianRowKernels
 
 _MEANS, _LOG_SCALES = ORDER.index("means"), ORDER.index("scales")
 _COLORS = slice(6, 9)

@@ -2,37 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.optim.fused import SplatRows
 from cuda_ext.ops.project.projection import three_sigma_radii
 from cuda_ext.reference.projection import MIN_ALPHA
 from ns_multigpu.core.kernels import Cameras
 from ns_multigpu.core.schema import names
 from ns_multigpu.core.types import Points
-from ns_multigpu.primitives.composed_kernels import ComposedKernels, RowLines
-from ns_multigpu.primitives.gaussians.row_kernels import GaussianRowKernels
+from ns_multigpu.primitives.composed_kernels import ComposedKernels, RowLines, with_colors
 from ns_multigpu.primitives.moving.schema import SCHEMA
+from ns_multigpu.primitives.row_kernels import GaussianRowKernels
 
 if TYPE_CHECKING:
     from ns_multigpu.primitives.moving.functions import MovingGaussians
-
-_COLORS = slice(6, 9)
-"""Slice of the colour gradients in a gradient record."""
-
-
-class MadeSplats(NamedTuple):
-    """Projected lines: `Projection`, and colours [M, 3]."""
-
-    means2d: Tensor
-    conics: Tensor
-    depths: Tensor
-    row_opacities: Tensor
-    radii: Tensor
-    colors: Tensor
 
 
 @dataclass(frozen=True)
@@ -49,7 +34,7 @@ class MovingKernels(ComposedKernels, GaussianRowKernels):
 
     parameters = names(SCHEMA)
 
-    def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: RowLines) -> MadeSplats:
+    def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: RowLines) -> Any:
         points = Points(dict(params))
         moment = self.kind.moment(points, *lines, cameras.times)
         projection = self.kind.project(moment, lines.view_ids, cameras.viewmats, cameras.Ks, cameras.sizes)
@@ -57,23 +42,12 @@ class MovingKernels(ComposedKernels, GaussianRowKernels):
         real = (lines.point_ids >= 0)[:, None]
         radii = torch.where(real, projection.radii, 0)
         colors = torch.where((radii > 0).all(-1, keepdim=True), colors, 0.0)
-        return MadeSplats(*projection[:4], radii, colors)
+        return with_colors(projection._replace(radii=radii), colors)
 
     def shows(self, params: Mapping[str, Tensor], cameras: Cameras, lines: RowLines) -> Tensor:
         moment = self.kind.moment(Points(dict(params)), *lines, cameras.times)
         splats = self.kind.project(moment, lines.view_ids, cameras.viewmats, cameras.Ks, cameras.sizes)
         return (splats.radii != 0).any(-1) & (moment.opacities >= MIN_ALPHA)
 
-    def rows(self, made: MadeSplats, lines: RowLines, count: Tensor) -> SplatRows:
-        return SplatRows(
-            *lines, count, made.means2d, made.conics, made.row_opacities, made.colors, made.depths, made.radii
-        )  # fmt: skip
-
-    def returned(self, made: MadeSplats, records: Tensor) -> list[tuple[Tensor, Tensor]]:
-        return [
-            (made.means2d, records[:, 0:2]), (made.conics, records[:, 2:5]), (made.row_opacities, records[:, 5]),
-            (made.colors, records[:, _COLORS]), *([(made.depths, records[:, _COLORS.stop])] if self.depth else []),
-        ]  # fmt: skip
-
-    def moved(self, made: MadeSplats, records: Tensor) -> tuple[Tensor, Tensor]:
+    def moved(self, made: Any, records: Tensor) -> tuple[Tensor, Tensor]:
         return records[:, 10:12] if self.absgrad else records[:, 0:2], three_sigma_radii(made.conics.detach())

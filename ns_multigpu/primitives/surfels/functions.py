@@ -16,7 +16,7 @@ from ns_multigpu.primitives.canvas import Canvas
 from ns_multigpu.primitives.composed_kernels import refuse_options
 from ns_multigpu.primitives.deterministic import rotations
 from ns_multigpu.primitives.gaussians.functions import CUTOFF, extents_of
-from ns_multigpu.primitives.surfels.kernels import SURFEL_PARTS, SurfelKernels
+from ns_multigpu.primitives.surfels.kernels import SURFEL_ROWS, SurfelKernels
 from ns_multigpu.primitives.surfels.schema import CHANNELS, SCHEMA
 
 _DISC = CUTOFF / 2**0.5
@@ -39,7 +39,7 @@ class Surfels(BoxedPrimitive):
     channels: tuple[str, ...] = ()
 
     schema = SCHEMA
-    layout = SURFEL_PARTS
+    layout = SURFEL_ROWS
     operators = SURFELS
     shown = {"normals": 3}  # noqa: RUF012 - a class's, and never changed
     median = True

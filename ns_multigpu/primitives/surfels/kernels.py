@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cuda_ext.ops.exchange.row_layout import RowLayout
 from cuda_ext.ops.raster.surfels import GEOMETRY
 from cuda_ext.reference.surfels import surfel_radii
 from ns_multigpu.core.kernels import Cameras, Drawn
 from ns_multigpu.core.schema import names
 from ns_multigpu.core.types import Patch, Pixels, View
+from ns_multigpu.primitives.boxed_kernels import BoxedKernels, Composited
 from ns_multigpu.primitives.composed_kernels import RowLines
-from ns_multigpu.primitives.part_kernels import Composited, PartKernels
-from ns_multigpu.primitives.record_parts import RecordParts
 from ns_multigpu.primitives.surfels.losses import TERMS
 from ns_multigpu.primitives.surfels.schema import SCHEMA
 
@@ -22,19 +22,12 @@ if TYPE_CHECKING:
     from ns_multigpu.primitives.surfels.functions import Surfels
 
 
-SURFEL_PARTS = RecordParts(
-    widths={"means2d": 2, "transforms": 9, "normals": 3, "opacities": 0, "features": 3, "depths": 0},
-    order=(
-        ("means2d", 0, 2), ("transforms", 0, 3), ("opacities", 0, 1), ("features", 0, 3), ("depths", 0, 1),
-        ("transforms", 3, 9), ("normals", 0, 3),
-    ),
-)  # fmt: skip
-"""22 numbers of a row, and 19 gradients: one more than two parts hold, so that absolute ones are exchanged too."""
+SURFEL_ROWS = RowLayout({"means2d": 2, "transforms": 9, "normals": 3, "opacities": 0, "features": 3, "depths": 0})
 
 
 @dataclass(frozen=True)
-class SurfelKernels(PartKernels):
-    """Kernels of 2D Gaussians; see `PartKernels`.
+class SurfelKernels(BoxedKernels):
+    """Kernels of 2D Gaussians; see `BoxedKernels`.
 
     Attributes:
         losses: weights of losses of normals, distortion and normal maps, by name (`primitives.surfels.losses.TERMS`).
@@ -45,8 +38,7 @@ class SurfelKernels(PartKernels):
 
     parameters = names(SCHEMA)
     title = "2D Gaussians"
-    layout = SURFEL_PARTS
-    record_floats = SURFEL_PARTS.record_floats
+    layout = SURFEL_ROWS
 
     def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: RowLines) -> Any:
         made = super().made(params, cameras, lines)

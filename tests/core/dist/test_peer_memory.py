@@ -1,13 +1,14 @@
 """Memory that all ranks can access, and the choice of the transport of rows."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
-from cuda_ext import collect, pack, unpack
-from cuda_ext.ops.exchange.row_exchange import SplatColumns
+from cuda_ext import pack, unpack
+from cuda_ext.ops.exchange.row_exchange import add_records
 from ns_multigpu.core.dist import peer_memory
 from ns_multigpu.core.dist.collectives import all_gather_objects
 from ns_multigpu.core.dist.peer_memory import PeerBuffer, TransportChoice, choose_transport
@@ -116,17 +117,18 @@ def check_rows_pass(world: World) -> None:
     count = torch.tensor([lines - 100])
 
     segment = 64 * capacity
-    buffer = PeerBuffer(2 * ranks * segment, world)
+    buffer = PeerBuffer(ranks * segment + 64 * lines, world)
     buffer.local.fill_(255)
     tables = buffer.view(world.rank, 0, (ranks, capacity, 16), torch.float32)
-    grads = buffer.view(world.rank, ranks * segment, (ranks, capacity, 16), torch.float32)
+    sums = buffer.view(world.rank, ranks * segment, (lines, 16), torch.float32)
     assert tables.data_ptr() == buffer.addresses[world.rank]
+    sums.zero_()
     buffer.barrier()  # or a rank's filling would undo another's writing
 
     mine = {name: column.to(device) for name, column in sent[world.rank].items()}
     place, _ = route(mine["view_ids"], count.to(device), mine["means2d"], mine["radii"], patches, ranks)
     addresses = torch.tensor(buffer.addresses, device=device)
-    pack(SplatColumns(**mine), place, addresses + world.rank * segment, capacity)
+    pack(SimpleNamespace(**mine), place, addresses + world.rank * segment, capacity)
     buffer.barrier()
     routes = [route(one["view_ids"], count, one["means2d"], one["radii"], patches, ranks) for one in sent]
     counts = torch.stack([counts[world.rank] for _, counts in routes])
@@ -142,10 +144,11 @@ def check_rows_pass(world: World) -> None:
         assert not bool(received.radii[first + len(slots) : first + capacity].any())
 
     # The gradient of a row is its record and the number of the rank that has it.
-    grads.copy_(torch.where((tables == tables) & (received.radii.view(ranks, capacity, 2)[..., :1] > 0), tables, 0.0))
-    grads[..., 12:] = world.rank + 1
+    alive = (received.radii > 0).all(-1)[:, None]
+    grads = torch.where((tables == tables).flatten(0, 1) & alive, tables.flatten(0, 1), 0.0)
+    grads[:, 12:] = torch.where(alive, float(world.rank + 1), 0.0)
+    add_records(grads, addresses + ranks * segment, received.owners, received.slots, system_scope=ranks > 1)
     buffer.barrier()
-    sums = collect(place, count.to(device), addresses + (ranks + world.rank) * segment, capacity)
     kept = (place >= 0) & (place < capacity)
     times = kept.sum(0)
     expected = (kept * torch.arange(1, ranks + 1, device=device)[:, None]).sum(0).float()

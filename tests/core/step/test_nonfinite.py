@@ -15,7 +15,7 @@ ROWS, NAN = 3, torch.nan
 
 def agreed(records: torch.Tensor, rows: int = ROWS, more: float = 0.0, counted: int = 5) -> tuple[int, torch.Tensor]:
     """Return what one rank finds of records [3, 16], of which so many are rows; and the further gradients."""
-    steps = NonFiniteSteps(World.single(), skips=True)
+    steps = NonFiniteSteps(World.single(), 12, skips=True)
     ids = SimpleNamespace(point_ids=torch.arange(ROWS, dtype=torch.int32), count=torch.tensor([rows]))
     back: Any = Returned(ids, records, torch.zeros(1, 0, dtype=torch.int64))  # type: ignore[arg-type]
     further = torch.tensor([[more, 1.0]]).view(torch.int64)

@@ -34,7 +34,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 
 using cudaError_t = int;
 using cudaStream_t = void*;
-constexpr int cudaSuccess = 0;
+constexpr int cudaSuccess = 0, cudaErrorInvalidValue = 1;
 inline int cudaGetLastError() { return cudaSuccess; }
 inline int cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
   std::memset(to, value, bytes);
@@ -137,11 +137,17 @@ T __shfl_up_sync(unsigned, T value, unsigned by) {
 }
 
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline float __fsqrt_rn(float x) { return std::sqrt(x); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
 inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(unsigned(x)); }
 inline unsigned __float_as_uint(float x) { return emulation::from_bits<unsigned>(emulation::bits(x)); }
 inline int __float_as_int(float x) { return emulation::from_bits<int>(emulation::bits(x)); }
+inline float __uint_as_float(unsigned x) { return emulation::from_bits<float>(emulation::bits(x)); }
 inline float __int_as_float(int x) { return emulation::from_bits<float>(emulation::bits(x)); }
 
 template <typename T>

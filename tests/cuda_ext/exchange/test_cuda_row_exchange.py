@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from cuda_ext import collect, pack, unpack
+from cuda_ext import pack, unpack
+from cuda_ext.ops.exchange.row_wire import LOCAL, collect_wire, gaussian_gradients
 from tests.cuda_ext.exchange.test_row_exchange import (
     Rows,
     addresses,
@@ -71,12 +72,6 @@ def test_every_operator_is_the_twins(real: int, padding: int, views: int, ranks:
     for name, column in unpack(records.cuda(), counts.cuda(), views)._asdict().items():
         assert_same_bits(column, getattr(expected, name))
 
-    g = torch.Generator().manual_seed(1)
-    grads = [torch.randn(1, capacity, 16, generator=g) for _ in range(ranks)]
-    sums = collect(place, rows.count, addresses(grads, 0), capacity)
-    there = [grad.cuda() for grad in grads]
-    assert_same_bits(collect(place.cuda(), on_gpu.count, addresses(there, 0), capacity), sums)
-
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_rows_are_received_unchanged(ranks: int) -> None:
@@ -135,8 +130,7 @@ def test_a_cuda_graph_holds_it() -> None:
             place, counts = one.route(patches, 2)
             pack(one, place, where[source], 3000)
             places.append((place, counts))
-        received = unpack(memory[1], torch.stack([counts[1] for _, counts in places]), 2)
-        return [*received, collect(places[1][0], rows[1].count, where[1], 3000)]
+        return [*unpack(memory[1], torch.stack([counts[1] for _, counts in places]), 2)]
 
     found = check_replays(step, lambda by: [one.means2d.add_(by) for one in rows], (0.0, 9.0, 1000.0))
     assert not bool(found[6].any())  # all moved out
@@ -157,8 +151,10 @@ def test_places_beyond_int32() -> None:
     assert counts.tolist() == [0] * 31 + [4]
     assert place[31, alive].tolist() == [0, 1, 2, 3, -1] and int((place[31] >= 0).sum()) == 4
     grads = torch.arange(64.0, device="cuda").view(4, 16)
-    records = collect(place, count, torch.full((32,), grads.data_ptr(), device="cuda"), 4)
-    assert torch.equal(records[alive[:4]], grads) and int(records.any(1).sum()) == 4
+    wire, returned = torch.empty(0, dtype=torch.int32, device="cuda"), gaussian_gradients(absgrad=True, depth=True)
+    where = (wire, [LOCAL] * 32, [0] * 31 + [4], grads, 31)
+    records = collect_wire(place, count, *where, half=False, returned=returned)
+    assert torch.equal(records[alive[:4], :12], grads[:, :12]) and int(records.any(1).sum()) == 4
 
 
 def test_wrong_arguments_are_named() -> None:

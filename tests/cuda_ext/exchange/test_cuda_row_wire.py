@@ -8,6 +8,7 @@ import torch
 from cuda_ext.ops.exchange.row_wire import (
     LOCAL,
     collect_wire,
+    gaussian_gradients,
     gradient_words,
     keep_rows,
     pack_gradients,
@@ -77,15 +78,16 @@ def test_gradients_back(
     rows, patches = make_rows(real, padding), numbers(bands(ranks, 2), 2)
     place, counts = rows.route(patches, ranks)
     capacities, rank = [capacity // (1 + rank) for rank in range(ranks)], ranks // 2
-    layout = Layout.of(capacities, gradient_words(half=half, absgrad=absgrad, depth=depth))
+    returned = gaussian_gradients(absgrad=absgrad, depth=depth)
+    layout = Layout.of(capacities, gradient_words(returned, half=half))
     grads, found = gradients(sum(capacities), 3), []
     for device in ("cpu", "cuda"):
         wire, there = torch.full((layout.words,), 7, dtype=torch.int32, device=device), grads.to(device)
         where = (layout.starts, capacities)
-        pack_gradients(there, counts.to(device), wire, *where, rank, half=half, absgrad=absgrad, depth=depth)
+        pack_gradients(there, counts.to(device), wire, *where, rank, half=half, returned=returned)
         own = there.split(capacities)[rank]
         given = (place.to(device), rows.count.to(device), wire, *where, own, rank)
-        found.append((wire, collect_wire(*given, half=half, absgrad=absgrad, depth=depth)))
+        found.append((wire, collect_wire(*given, half=half, returned=returned)))
     for here, on_gpu in zip(*found, strict=True):
         assert_same_bits(on_gpu, here)
 
@@ -104,7 +106,7 @@ def test_a_cuda_graph_holds_it() -> None:
     layout = Layout.of([900, 2000], 12)
     where = (layout.starts, layout.capacities)
     wire = torch.zeros(layout.words, dtype=torch.int32, device="cuda")
-    grads = gradients(2900, 1).cuda()
+    grads, returned = gradients(2900, 1).cuda(), gaussian_gradients(absgrad=True)
 
     def step() -> list[torch.Tensor]:
         place, counts = rows.route(patches, 2)
@@ -112,8 +114,8 @@ def test_a_cuda_graph_holds_it() -> None:
         pack_wire(rows, place, wire, *stays, 0, half=True, slots=False)
         received = unpack_wire(wire, *stays, counts, 0, 2, half=True, slots=False)
         keep_rows(rows, place[0], received, 0, 900, slots=False)
-        pack_gradients(grads, counts, wire, *where, 0, half=True, absgrad=True)
-        sums = collect_wire(place, rows.count, wire, *where, grads[:900], 0, half=True, absgrad=True)
+        pack_gradients(grads, counts, wire, *where, 0, half=True, returned=returned)
+        sums = collect_wire(place, rows.count, wire, *where, grads[:900], 0, half=True, returned=returned)
         return [*received, sums]
 
     found = check_replays(step, rows.means2d.add_, (0.0, 9.0, 1000.0))

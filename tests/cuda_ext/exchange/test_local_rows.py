@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cuda_ext.ops.exchange.row_layout import GAUSSIAN_ROWS
 from cuda_ext.ops.exchange.row_wire import LOCAL, keep_rows, pack_gradients, pack_wire, row_words, unpack_wire
 from tests.cuda_ext.exchange.test_row_exchange import OPS, bands, make_rows, numbers
 from tests.cuda_ext.exchange.test_row_wire import Sent, gradients, send, splats, uneven
@@ -31,7 +32,7 @@ def check_kept(sent: Sent, half: bool, slots: bool) -> None:
         only = torch.where(torch.arange(len(starts), device=wire.device) == rank, sent.counts[:, rank], 0)
         # A segment may stay that is not this rank's own.
         pack_gradients(
-            grads, only, untouched, starts, come.capacities, (rank + 1) % len(starts), half=half, absgrad=True
+            grads, only, untouched, starts, come.capacities, (rank + 1) % len(starts), half=half, returned=range(9)
         )
         assert bool((untouched == 5).all())
 
@@ -52,8 +53,8 @@ def test_opcheck() -> None:
     rows = splats(make_rows(20, 4))
     place, counts = rows.route(numbers(bands(2, 2), 2), 2)
     capacities, wire = [20, 24], torch.zeros(800, dtype=torch.int32)
-    came = (wire, [0, 400], capacities, counts, 0, True, True, 2)
+    came = (wire, [0, 400], capacities, counts, 0, True, True, 2, GAUSSIAN_ROWS.columns)
     some = ("test_schema", "test_faketensor")
-    stays = OPS.unpack_wire(wire, [LOCAL, 400], *came[2:])
-    kept = (*rows.packed(), place[0], *stays[:7], stays[8], 0, 20, True)
+    columns, radii, view_ids, _, ids = OPS.unpack_wire(wire, [LOCAL, 400], *came[2:])
+    kept = (*rows.packed(), place[0], columns, radii, view_ids, ids, 0, 20, True)
     torch.library.opcheck(OPS.keep_rows.default, kept, test_utils=some)

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext import ReceivedRows, collect, pack, unpack
+from cuda_ext import ReceivedRows, pack, unpack
+from cuda_ext.ops.exchange.row_exchange import add_records
+from cuda_ext.ops.exchange.row_layout import GAUSSIAN_ROWS
 from ns_multigpu.core.types import Hits, Patch, Splats, View
 from tests.cuda_ext.routing import route
 from tests.lib.overlaps import overlaps
@@ -39,10 +41,8 @@ class Rows:
     def route(self, patches: list[int], ranks: int) -> tuple[Tensor, Tensor]:
         return route(self.view_ids, self.count, self.means2d, self.radii, patches, ranks)
 
-    def packed(self) -> tuple[Tensor, ...]:
-        return (
-            self.view_ids, self.means2d, self.conics, self.opacities, self.features, self.depths, self.radii
-        )  # fmt: skip
+    def packed(self) -> tuple[list[Tensor], Tensor, Tensor]:
+        return GAUSSIAN_ROWS.columns_of(self), self.radii, self.view_ids
 
 
 def make_rows(real: int, padding: int, views: int = 2, seed: int = 0) -> Rows:
@@ -205,11 +205,13 @@ def test_returned_gradients_are_summed(ranks: int) -> None:
     done = exchange(rows, numbers(bands(ranks, 2), 2), 100)
     g = torch.Generator().manual_seed(9)
     grads = [torch.randn(ranks, 100, 16, generator=g) for _ in range(ranks)]
-    for owner, (one, place) in enumerate(zip(rows, done.places, strict=True)):
-        found = collect(place, one.count, addresses(grads, owner), 100)
-        expected = torch.zeros(159, 16)
+    for owner in range(ranks):
+        found, expected = torch.zeros(2, 159, 16)
         for rank in range(ranks):
-            received = done.received[rank]
+            received, mine = done.received[rank], slice(owner * 100, owner * 100 + 100)
+            records = torch.where((received.radii[mine] > 0).all(-1)[:, None], grads[rank][owner], 0.0)
+            sinks = torch.tensor([found.data_ptr()] * ranks)
+            add_records(records, sinks, received.owners[mine], received.slots[mine])
             for line in range(owner * 100, owner * 100 + min(100, int(done.counts[owner, rank]))):
                 assert received.owners[line] == owner
                 expected[int(received.slots[line])] += grads[rank].view(-1, 16)[line]
@@ -226,10 +228,8 @@ def test_nothing_to_send(device: str) -> None:
     check_received(exchange([none, padding, some], patches, 40), 2)
     nowhere = torch.zeros(3, dtype=torch.int64, device=device)
     pack(none, place, nowhere, 5)
-    assert collect(place, none.count, nowhere, 5).shape == (0, 16)
     place, counts = some.route(patches, 3)
     pack(some, place, nowhere, 0)
-    assert not bool(collect(place, some.count, nowhere, 0).any())
     assert unpack(torch.zeros(3, 0, 16, device=device), counts, 2).means2d.shape == (0, 2)
 
 
@@ -249,6 +249,5 @@ def test_opcheck(device: str) -> None:
     segments = [torch.zeros(1, 24, 16, device=device) for _ in range(2)]
     torch.library.opcheck(OPS.pack.default, (*rows.packed(), place, addresses(segments, 0), 24))
     assert bool(segments[0].any())
-    torch.library.opcheck(OPS.unpack.default, (torch.cat(segments), counts, 2), test_utils="test_schema")
-    own = (place, rows.count, addresses(segments, 0), 24)
-    torch.library.opcheck(OPS.collect.default, own, test_utils="test_schema")
+    came = (torch.cat(segments), counts, 2, GAUSSIAN_ROWS.columns)
+    torch.library.opcheck(OPS.unpack.default, came, test_utils="test_schema")

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_ext.ops.exchange.row_exchange import ReceivedRows
+from cuda_ext.ops.exchange.row_layout import GAUSSIAN_ROWS, ReceivedRows
 from cuda_ext.ops.exchange.row_wire import (
     MOST_SEGMENTS,
     MOST_VIEWS,
     collect_wire,
+    gaussian_gradients,
     gradient_words,
     pack_gradients,
     pack_wire,
@@ -196,13 +197,14 @@ def gradients(rows: int, seed: int) -> Tensor:
 
 def return_gradients(sent: Sent, grads: list[Tensor], half: bool, absgrad: bool, depth: bool = False) -> list[Tensor]:
     """Return the gradients that each owner receives for the lines that it sent to each rank."""
-    ranks, words = len(grads), gradient_words(half=half, absgrad=absgrad, depth=depth)
+    ranks, returned = len(grads), gaussian_gradients(absgrad=absgrad, depth=depth)
+    words = gradient_words(returned, half=half)
     found = []
     for rank, grad in enumerate(grads):
         layout = sent.incoming[rank]
         before = sent.wires[rank].clone()
         where = (sent.counts[:, rank].contiguous(), sent.wires[rank], layout.starts, layout.capacities, rank)
-        pack_gradients(grad, *where, half=half, absgrad=absgrad, depth=depth)
+        pack_gradients(grad, *where, half=half, returned=returned)
         after, width = sent.wires[rank], words * layout.capacities[rank]
         own = slice(layout.starts[rank], layout.starts[rank] + width)
         assert torch.equal(before[own], after[own]), "a rank's own gradients stay"
@@ -218,14 +220,14 @@ def return_gradients(sent: Sent, grads: list[Tensor], half: bool, absgrad: bool,
         own = grads[owner].split(sent.incoming[owner].capacities)[owner]
         found.append(
             collect_wire(sent.places[owner], sent.rows[owner].count, wire, back.starts, back.capacities, own, owner,
-                         half=half, absgrad=absgrad, depth=depth)
+                         half=half, returned=returned)
         )  # fmt: skip
     return found
 
 
 def sums(sent: Sent, grads: list[Tensor], absgrad: bool, depth: bool = False) -> list[Tensor]:
     """Return the same by hand."""
-    columns = [*range(9 + depth), *((10, 11) if absgrad else ())]
+    columns = gaussian_gradients(absgrad=absgrad, depth=depth)
     found = []
     for owner, (rows, place) in enumerate(zip(sent.rows, sent.places, strict=True)):
         total = torch.zeros(len(rows), 16)
@@ -301,7 +303,7 @@ def test_rows_are_received_from_the_largest_number_of_ranks(device: str) -> None
     assert got.owners.tolist() == [rank for rank in range(ranks) for _ in range(each)]
     records = torch.rand(3 * ranks, 16, device=device)
     wire.zero_()
-    pack_gradients(records, counts, wire, starts, capacities, 5, half=False, absgrad=False)
+    pack_gradients(records, counts, wire, starts, capacities, 5, half=False, returned=range(9))
     back = wire.view(ranks, 12, each)[:, :9].transpose(1, 2).reshape(-1, 9).view(torch.float32)
     there[15:18] = False  # its own do not leave
     assert torch.equal(back[there], records[there, :9]) and not back[~there].any()
@@ -321,9 +323,10 @@ def test_opcheck() -> None:
     given = (*rows.packed(), place, wire, starts, capacities, 0, True, True)
     torch.library.opcheck(OPS.pack_wire.default, given, test_utils="test_schema")
     OPS.pack_wire(*given)
-    came = (wire, starts, capacities, counts, 0, True, True, 2)
+    came = (wire, starts, capacities, counts, 0, True, True, 2, GAUSSIAN_ROWS.columns)
     torch.library.opcheck(OPS.unpack_wire.default, came, test_utils="test_schema")
-    back = (gradients(44, 0), counts, wire, starts, capacities, 0, True, True)
+    returned = gaussian_gradients(absgrad=True)
+    back = (gradients(44, 0), counts, wire, starts, capacities, 0, True, returned)
     torch.library.opcheck(OPS.pack_gradients.default, back, test_utils="test_schema")
-    own = (place, rows.count, wire, starts, capacities, torch.zeros(20, 16), 0, True, True)
+    own = (place, rows.count, wire, starts, capacities, torch.zeros(20, 16), 0, True, returned)
     torch.library.opcheck(OPS.collect_wire.default, own, test_utils="test_schema")

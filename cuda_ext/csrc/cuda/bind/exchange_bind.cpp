@@ -16,14 +16,6 @@ namespace exchange_bind {
 
 constexpr char kRoutedRows[] = "view_ids[M] count[1] means2d[M,2]@8 radii[M,2]@8 M in_cells[?,M]";
 constexpr char kCountedRows[] = "view_ids[M] count[1] means2d[M,2] radii[M,2] M -";
-constexpr char kPackedRows[] =
-    "means2d[M,2]@8 conics[M,3] opacities[M] features[M,3] depths[M] radii[M,2]@8 view_ids[M] M";
-constexpr char kUnpackedRows[] =
-    ">means2d[L,2] >conics[L,3] >opacities[L] >features[L,3] >depths[L] >radii[L,2] >view_ids[L] >owners[L] >slots[L]";
-constexpr char kKeptRows[] =
-    "to_means2d[L,2] to_conics[L,3] to_opacities[L] to_features[L,3] to_depths[L] to_radii[L,2] to_view_ids[L] - "
-    "to_slots[L]";
-constexpr char kCollect[] = "place[R,M] count[1] sources[R] R #capacity M >records[M,16]";
 constexpr char kAddRecords[] = "records[M,F] M F sinks[S] S owners[M] slots[M] system_scope";
 constexpr char kCellRows[] = "view_ids[M] means2d[M,2] radii[M,2] depths[M] M";
 
@@ -56,19 +48,64 @@ void route_lines(Call& call) {
            call.scratch_for(patches), ranks, block_counts, place, counts);
 }
 
+// Columns of so many rows, which are read, or written where `T` is not const.
+template <typename T>
+void take_columns(Call& call, const std::vector<at::Tensor>& columns, int64_t rows, RowWidths& widths,
+                  T* (&found)[kMostColumns]) {
+  TORCH_CHECK_VALUE(columns.size() <= kMostColumns, "rows have up to ", kMostColumns, " columns.");
+  for (size_t c = 0; c < columns.size(); ++c) {
+    widths.at[c] = columns[c].dim() == 1 ? 1 : int(columns[c].size(1));
+    const auto shape = column_shape(rows, widths.at[c]);
+    if constexpr (std::is_const_v<T>) {
+      const at::Tensor checked = cuda_checked(columns[c], "columns", shape, at::kFloat, call.like());
+      found[c] = static_cast<T*>(call.hold(aligned(checked, c == 0 ? 8 : 1)).const_data_ptr());
+    } else {
+      found[c] = call.written<T>(columns[c], "columns", shape);
+    }
+  }
+  TORCH_CHECK_VALUE(with_columns(widths, [](auto) { return cudaSuccess; }) == cudaSuccess,
+                    "no primitive has these columns: add theirs to the lists of cuda/exchange/row_columns.h.");
+}
+
+PackRows packed_rows(Call& call) {
+  const std::vector<at::Tensor> columns = call.tensors("columns");
+  PackRows rows = {};
+  call.set('M', columns.at(0).size(0));
+  take_columns(call, columns, call.size('M'), rows.widths, rows.columns);
+  rows.radii = call.read<const int32_t*>("radii[M,2]@8");
+  rows.view_ids = call.read<const int32_t*>("view_ids[M]");
+  rows.count = call.read<int>("M");
+  return rows;
+}
+
+// Results of L rows.
+UnpackedRows unpacked_rows(Call& call) {
+  std::vector<at::Tensor> columns;
+  for (const int64_t width : call.integers("widths"))
+    columns.push_back(at::empty(column_shape(call.size('L'), width), call.options(at::kFloat)));
+  call.result(columns, "columns");
+  UnpackedRows rows = {};
+  take_columns(call, columns, call.size('L'), rows.widths, rows.columns);
+  rows.radii = call.read<int32_t*>(">radii[L,2]");
+  rows.view_ids = call.read<int32_t*>(">view_ids[L]");
+  rows.owners = call.read<int32_t*>(">owners[L]");
+  rows.slots = call.read<int32_t*>(">slots[L]");
+  return rows;
+}
+
 void pack(Call& call) {
-  const auto lines = call.read<PackRows>(kPackedRows);
+  const PackRows lines = packed_rows(call);
   const auto* place = call.read<const int32_t*>("place[R,M]");
   const auto* destinations = call.read<const int64_t*>("destinations[R]");
   call.run(pack_launch, lines, place, destinations, call.read<int>("R"), call.read<int>("#capacity"));
 }
 
 void unpack(Call& call) {
-  const auto* records = call.read<const float*>("records[R,C,16]@16");
+  const auto* records = call.read<const float*>("records[R,C,F]@16");
   const auto* counts = call.read<const int64_t*>("counts[R]");
   const int ranks = call.read<int>("R"), capacity = call.read<int>("C"), views = call.read<int>("#views");
   call.set('L', cuda_count(int64_t{ranks} * capacity, "rows"));
-  call.run(unpack_launch, records, counts, ranks, capacity, views, call.read<UnpackedRows>(kUnpackedRows));
+  call.run(unpack_launch, records, counts, ranks, capacity, views, unpacked_rows(call));
 }
 
 void footprint_counts(Call& call) {
@@ -109,7 +146,7 @@ WireSegments segments_of(Call& call) {
 }
 
 void pack_wire(Call& call) {
-  const auto lines = call.read<PackRows>(kPackedRows);
+  const PackRows lines = packed_rows(call);
   const WireSegments to = segments_of(call);
   const auto* place = call.in<int32_t>("place", {to.ranks, lines.count});
   call.run(pack_wire_launch, lines, place, to, call.flag("slots"), call.read<uint32_t*>("wire[?]"));
@@ -120,24 +157,35 @@ void unpack_wire(Call& call) {
   const auto* wire = call.read<const uint32_t*>("wire[?]");
   const auto* counts = call.in<int64_t>("counts", {come.ranks});
   call.set('L', lines_of(come));
-  call.run(unpack_wire_launch, wire, come, counts, call.flag("slots"), call.read<int>("views"),
-           call.read<UnpackedRows>(kUnpackedRows));
+  call.run(unpack_wire_launch, wire, come, counts, call.flag("slots"), call.read<int>("views"), unpacked_rows(call));
 }
 
 void keep_rows(Call& call) {
-  const auto to = call.read<UnpackedRows>(kKeptRows);
-  const int64_t start = call.integer("start"), capacity = call.integer("capacity");
-  const auto lines = call.read<PackRows>(kPackedRows);
-  call.run(keep_rows_launch, lines, call.read<const int32_t*>("place[M]"), to, start,
-           cuda_count(capacity, "rows of a segment"), call.flag("slots"));
+  const PackRows lines = packed_rows(call);
+  const auto* place = call.read<const int32_t*>("place[M]");
+  const std::vector<at::Tensor> columns = call.tensors("to_columns");
+  UnpackedRows to = {};
+  call.set('L', columns.at(0).size(0));
+  take_columns(call, columns, call.size('L'), to.widths, to.columns);
+  to.radii = call.read<int32_t*>("to_radii[L,2]");
+  to.view_ids = call.read<int32_t*>("to_view_ids[L]");
+  to.slots = call.read<int32_t*>("to_slots[L]");
+  const int64_t start = call.integer("start");
+  call.run(keep_rows_launch, lines, place, to, start, call.read<int>("#capacity"), call.flag("slots"));
+}
+
+Returned returned_of(Call& call, int64_t floats) {
+  const at::IntArrayRef places = call.integers("returned");
+  return {int(floats), places.data(), int(places.size())};
 }
 
 void pack_gradients(Call& call) {
   const WireSegments to = segments_of(call);
-  const float* records = call.in<float>("records", {lines_of(to), 16}, 16);
+  call.set('L', lines_of(to));
+  const auto* records = call.read<const float*>("records[L,F]@16");
   const auto* counts = call.in<int64_t>("counts", {to.ranks});
-  call.run(pack_gradients_launch, records, counts, to, call.flag("absgrad"), call.flag("depth"),
-           call.read<uint32_t*>("wire[?]"));
+  auto* wire = call.read<uint32_t*>("wire[?]");
+  call.run(pack_gradients_launch, returned_of(call, call.size('F')), records, counts, to, wire);
 }
 
 void collect_wire(Call& call) {
@@ -146,10 +194,11 @@ void collect_wire(Call& call) {
   const auto* place = call.read<const int32_t*>("place[R,M]");
   const auto* count = call.read<const int64_t*>("count[1]");
   const auto* wire = call.read<const uint32_t*>("wire[?]");
-  const float* own = call.in<float>("own", {come.capacities[come.rank], 16}, 16);
-  const int rows = call.read<int>("M");
-  call.run(collect_wire_launch, place, count, wire, come, own, call.flag("absgrad"), call.flag("depth"), rows,
-           call.out<float>({rows, 16}));
+  call.set('L', come.capacities[come.rank]);
+  const auto* own = call.read<const float*>("own[L,F]@16");
+  const Returned returned = returned_of(call, call.size('F'));
+  call.run(collect_wire_launch, returned, place, count, wire, come, own, call.read<int>("M"),
+           call.read<float*>(">records[M,F]"));
 }
 
 // ---- lines of several arrays ----
@@ -227,7 +276,6 @@ TORCH_LIBRARY_IMPL(ns_multigpu, CUDA, m) {
   m.impl("route_lines", bound<route_lines>());
   m.impl("pack", bound<pack>());
   m.impl("unpack", bound<unpack>());
-  m.impl("collect", bound<nsmg::launched<nsmg::collect_launch, kCollect>>());
   m.impl("add_records", bound<nsmg::launched<nsmg::add_records_launch, kAddRecords>>());
   m.impl("footprint_counts", bound<footprint_counts>());
   m.impl("pack_wire", bound<pack_wire>());

@@ -1,6 +1,6 @@
-// Exchange of rows between ranks: route (route_lines), write as records of 64 bytes into the memory of other GPUs
-// (pack), read the received rows (unpack), and sum the returned gradients on the owner (collect). Everything runs on
-// the given stream, waits for nothing and takes its sizes from the arguments alone, so that a CUDA graph can hold it.
+// Exchange of rows between ranks: route (route_lines), write as records into the memory of other GPUs (pack), read the
+// received rows (unpack), and add gradients to the records of their owners (add_records). Everything runs on the given
+// stream, waits for nothing and takes its sizes from the arguments alone, so that a CUDA graph can hold it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,13 +8,11 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/exchange/row_columns.h"
+
 namespace nsmg {
 
 inline constexpr int kMostExchanging = 32;  // a bit, and a lane of a warp, for each
-
-// A record is 16 floats, four times 16 bytes: means2d x, y, conic xx, xy | conic yy, opacity, red, green | blue, depth,
-// radii x, y | view id, slot, 0, 0. The last six of these are int32, bit for bit.
-inline constexpr int kRecordQuads = 4;
 
 // A rectangle of a view that a rank renders, halo included.
 struct RankPatch {
@@ -43,28 +41,27 @@ cudaError_t route_launch(const RouteRows& rows, const RankPatch* host_patches, i
                          int ranks, int32_t* block_counts, int32_t* place, int64_t* counts, cudaStream_t stream);
 
 struct PackRows {
-  const float *means2d, *conics, *opacities, *features, *depths;
+  RowWidths widths;
+  const float* columns[kMostColumns];
   const int32_t *radii, *view_ids;
   int count;
 };
 
-// place [ranks, count]; destinations [ranks] in device memory, each aligned to 16 bytes.
+// place [ranks, count]; destinations [ranks] in device memory, each aligned to 16 bytes. Of a record the floats of the
+// columns come first, then as int32, bit for bit, radii x, y, view id and slot, and zeros.
 cudaError_t pack_launch(const PackRows& rows, const int32_t* place, const int64_t* destinations, int ranks,
                         int capacity, cudaStream_t stream);
 
 // Arrays of ranks * capacity rows.
 struct UnpackedRows {
-  float *means2d, *conics, *opacities, *features, *depths;
+  RowWidths widths;
+  float* columns[kMostColumns];
   int32_t *radii, *view_ids, *owners, *slots;
 };
 
-// records [ranks, capacity, 16], aligned to 16 bytes; counts [ranks].
+// records [ranks, capacity, 4 record_quads()], aligned to 16 bytes; counts [ranks].
 cudaError_t unpack_launch(const float* records, const int64_t* counts, int ranks, int capacity, int views,
                           const UnpackedRows& rows, cudaStream_t stream);
-
-// place [ranks, count]; sources [ranks] in device memory, each aligned to 16 bytes; records [count, 16].
-cudaError_t collect_launch(const int32_t* place, const int64_t* real, const int64_t* sources, int ranks, int capacity,
-                           int count, float* records, cudaStream_t stream);
 
 // Adds records [count, floats] to those at sinks[owners[row]] + 4 floats slots[row] bytes. Rows of zeros may have no
 // owner.

@@ -35,13 +35,14 @@ cudaError_t unpack_wire_launch(const uint32_t* wire, const WireSegments& come, c
 cudaError_t keep_rows_launch(const PackRows& rows, const int32_t* place, const UnpackedRows& to, int64_t start,
                              int capacity, bool slots, cudaStream_t stream);
 
-// records [all capacities together, 16], aligned to 16 bytes.
-cudaError_t pack_gradients_launch(const float* records, const int64_t* counts, const WireSegments& to, bool absgrad,
-                                  bool depth, uint32_t* wire, cudaStream_t stream);
+// records [all capacities together, returned.floats], aligned to 16 bytes.
+cudaError_t pack_gradients_launch(const Returned& returned, const float* records, const int64_t* counts,
+                                  const WireSegments& to, uint32_t* wire, cudaStream_t stream);
 
-// place [ranks, count]; own [capacities[rank], 16] and records [count, 16], aligned to 16 bytes.
-cudaError_t collect_wire_launch(const int32_t* place, const int64_t* real, const uint32_t* wire,
-                                const WireSegments& come, const float* own, bool absgrad, bool depth, int count,
+// place [ranks, count]; own [capacities[rank], returned.floats] and records [count, returned.floats], aligned to 16
+// bytes.
+cudaError_t collect_wire_launch(const Returned& returned, const int32_t* place, const int64_t* real,
+                                const uint32_t* wire, const WireSegments& come, const float* own, int count,
                                 float* records, cudaStream_t stream);
 
 }  // namespace nsmg

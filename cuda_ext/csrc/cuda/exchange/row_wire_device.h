@@ -6,13 +6,20 @@
 
 #include <cstdint>
 
+#include "cuda/exchange/row_columns.h"
+
 namespace nsmg {
 
 constexpr uint32_t kOne = 127u << 23;  // 1.0f, bit for bit
-constexpr int kFullRow = 10, kMostGradients = 12, kMostWords = 13;
+constexpr int kHalfRow = 9;            // words of a rounded row of 3D Gaussians
 
+// Words of a row: its columns' numbers, and two of radii and view.
+template <typename Row>
+constexpr int kFullRow = Row::kNumbers + 2;
+
+template <typename Row>
 struct RowNumbers {
-  float values[kFullRow];  // in the order of a record
+  float values[Row::kNumbers];
   int2 radii;
   int view;
 };
@@ -51,14 +58,15 @@ __device__ __forceinline__ int second_scale(uint32_t word) { return int8_t(word 
 
 __device__ __forceinline__ float root(float x) { return __fsqrt_rn(x > 0.0f ? x : 0.0f); }
 
-__device__ __forceinline__ void full_row(const RowNumbers& row, uint32_t* words) {
+template <typename Row>
+__device__ __forceinline__ void full_row(const RowNumbers<Row>& row, uint32_t* words) {
 #pragma unroll
-  for (int k = 0; k < kFullRow; ++k) words[k] = bits(row.values[k]);
-  words[10] = radius_word(row.radii.x, row.view);
-  words[11] = radius_word(row.radii.y, row.view >> 4);
+  for (int k = 0; k < Row::kNumbers; ++k) words[k] = bits(row.values[k]);
+  words[Row::kNumbers] = radius_word(row.radii.x, row.view);
+  words[Row::kNumbers + 1] = radius_word(row.radii.y, row.view >> 4);
 }
 
-__device__ __forceinline__ void half_row(const RowNumbers& row, uint32_t* words) {
+__device__ __forceinline__ void half_row(const RowNumbers<GaussianColumns>& row, uint32_t* words) {
   const float* v = row.values;
   const float a = root(v[2]), b = a > 0.0f ? __fdiv_rn(v[3], a) : 0.0f;
   const float c = root(__fsub_rn(v[4], __fmul_rn(b, b)));
@@ -76,17 +84,19 @@ __device__ __forceinline__ void half_row(const RowNumbers& row, uint32_t* words)
   words[8] = with_scales(v[8] * color, of_conic, of_color);
 }
 
-__device__ __forceinline__ RowNumbers read_full_row(const uint32_t* words) {
-  RowNumbers row;
+template <typename Row>
+__device__ __forceinline__ RowNumbers<Row> read_full_row(const uint32_t* words) {
+  constexpr int kEnd = Row::kNumbers;
+  RowNumbers<Row> row;
 #pragma unroll
-  for (int k = 0; k < kFullRow; ++k) row.values[k] = __uint_as_float(words[k]);
-  row.radii = make_int2(radius_of(words[10]), radius_of(words[11]));
-  row.view = int(words[10] >> 28 | words[11] >> 28 << 4);
+  for (int k = 0; k < kEnd; ++k) row.values[k] = __uint_as_float(words[k]);
+  row.radii = make_int2(radius_of(words[kEnd]), radius_of(words[kEnd + 1]));
+  row.view = int(words[kEnd] >> 28 | words[kEnd + 1] >> 28 << 4);
   return row;
 }
 
-__device__ __forceinline__ RowNumbers read_half_row(const uint32_t* words) {
-  RowNumbers row;
+__device__ __forceinline__ RowNumbers<GaussianColumns> read_half_row(const uint32_t* words) {
+  RowNumbers<GaussianColumns> row;
   const float conic = power(-first_scale(words[8])), color = power(-second_scale(words[8]));
   const float a = low_half(words[5]) * conic, b = high_half(words[5]) * conic, c = low_half(words[6]) * conic;
   row.values[0] = __uint_as_float(words[0]);

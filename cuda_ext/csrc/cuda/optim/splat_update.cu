@@ -7,14 +7,10 @@
 
 #include "cuda/optim/splat_update.h"
 
-#include "cuda/project/splat_boxes_device.h"
 #include "cuda/optim/splat_update_lane.h"
-#include "cuda/optim/splat_update_span.h"
 
 namespace nsmg {
 namespace {
-
-static_assert(kGroup == kBoxPoints, "a warp writes one box");
 
 // starts[view * (groups + 1) + group]: the first row at or after the group's first point; the last of a view is its
 // end. A finite flag, if given, is reset here.
@@ -97,22 +93,11 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) update_kernel(const __grid_
     __syncwarp();
   }
   const uint32_t salt = step_salt<Moment>(launch.scalars, launch.views);
-  const auto step_by = [&](auto batch, int tensor, int width, const float* first_gradient, const float* gradient) {
+  const auto step = [&](auto batch, int tensor, int width, const float* first_gradient, const float* gradient) {
     const Span<Moment> span = span_of<Moment>(launch, first, size, tensor, width, salt);
-    step_span<decltype(batch)::value>(span, first_gradient, gradient, launch.scalars + 8 * tensor, lane);
+    step_span<decltype(batch)::value>(span, EveryPoint{}, first_gradient, gradient, launch.scalars + 8 * tensor, lane);
   };
-  const auto step = [&](auto batch, int tensor, int width, const float* gradient) {
-    step_by(batch, tensor, width, gradient, gradient);
-  };
-  step_by(Batch<1>{}, kMeans, 3, shared + kFirstAt, shown ? shared + kMeanAt : nullptr);
-  step(Batch<1>{}, kQuats, 4, shown ? shared + kQuatAt : nullptr);
-  step(Batch<1>{}, kLogScales, 3, shown ? shared + kScaleAt : nullptr);
-  step(Batch<1>{}, kLogits, 1, shown ? shared + kLogitAt : nullptr);
-  step(Batch<1>{}, kShDc, 3, shown ? shared + kDcAt : nullptr);
-  if (launch.boxes != nullptr) {
-    widen_box(launch.boxes, group, inside, launch.values[kMeans], launch.values[kLogScales], id, lane);
-  }
-  if (launch.rest_floats > 0) step(Batch<4>{}, kShRest, launch.rest_floats, Degree > 0 && shown ? rest : nullptr);
+  step_tensors<Degree>(launch, shared, shown, group, inside, id, lane, step);
 }
 
 template <int Degree, typename Moment, typename C>

@@ -3,8 +3,12 @@
 
 #include "common/activations.h"
 #include "cuda/optim/splat_update_rows.h"
+#include "cuda/optim/splat_update_span.h"
+#include "cuda/project/splat_boxes_device.h"
 
 namespace nsmg {
+
+static_assert(kGroup == kBoxPoints, "a warp writes one box");
 
 constexpr int kUpdateWarps = 4;
 constexpr int kUpdateThreads = 32 * kUpdateWarps;
@@ -158,5 +162,26 @@ struct Lane {
     });
   }
 };
+
+// Steps all tensors of a warp's points by step(batch, tensor, width, first, gradient), with the gradients that lie in
+// shared memory if there are any, and widens the box to the points that have `moved`.
+template <int Degree, typename Step>
+__device__ __forceinline__ void step_tensors(const UpdateLaunch& launch, const float* shared, bool given, int group,
+                                             bool moved, int64_t id, int lane, const Step& step) {
+  const auto one = [&](auto batch, int tensor, int width, int place) {
+    const float* gradient = given ? shared + place : nullptr;
+    step(batch, tensor, width, tensor == kMeans ? shared + kFirstAt : gradient, gradient);
+  };
+  one(Batch<1>{}, kMeans, 3, kMeanAt);
+  one(Batch<1>{}, kQuats, 4, kQuatAt);
+  one(Batch<1>{}, kLogScales, 3, kScaleAt);
+  one(Batch<1>{}, kLogits, 1, kLogitAt);
+  one(Batch<1>{}, kShDc, 3, kDcAt);
+  if (launch.boxes != nullptr) {
+    widen_box(launch.boxes, group, moved, launch.values[kMeans], launch.values[kLogScales], id, lane);
+  }
+  const float* rest = Degree > 0 && given ? shared + kRestAt : nullptr;
+  if (launch.rest_floats > 0) step(Batch<4>{}, kShRest, launch.rest_floats, rest, rest);
+}
 
 }  // namespace nsmg

@@ -11,15 +11,11 @@
 #define NSMG_CAMERA Camera
 #endif
 
-#include "cuda/project/splat_boxes_device.h"
 #include "cuda/optim/splat_lazy_device.h"
 #include "cuda/optim/splat_update_lane.h"
-#include "cuda/optim/splat_update_span.h"
 
 namespace nsmg {
 namespace {
-
-static_assert(kGroup == kBoxPoints, "a warp writes one box");
 
 // A warp's shared memory: as in the other update, and then a LazyFactor of each of its points.
 __host__ __device__ constexpr int lazy_warp_floats(int rest_floats) { return warp_floats(rest_floats) + 4 * kGroup; }
@@ -32,18 +28,36 @@ __device__ __forceinline__ void put_factors(float4* factors, const float* table,
   __syncwarp();
 }
 
-__device__ __forceinline__ void catch_up(const float4& f, float& value, float& moment1, float& moment2) {
-  catch_up(LazyFactor{f.x, f.y, f.z, f.w}, value, moment1, moment2);
-}
+// Steps the points whose bit is set: first the steps that they have missed, by `factors` in shared memory.
+struct DrawnPoints {
+  uint32_t points;
+  const float4* factors;
 
-// Copies the harmonics of the warp's `points` to shared memory, with their deferred steps taken.
+  __device__ __forceinline__ bool has(int point) const { return (points >> point) & 1; }
+  // Those of floats 4 q to 4 q + 3, as four bits.
+  __device__ __forceinline__ uint32_t elements(int q, int width) const {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) bits |= ((points >> (static_cast<uint32_t>(4 * q + j) / width)) & 1) << j;
+    return bits;
+  }
+  __device__ __forceinline__ void step(const AdamScalars<float>& s, int element, int width, float first, float gradient,
+                                       float& p, float& m, float& v) const {
+    const float4 f = factors[static_cast<uint32_t>(element) / width];
+    catch_up(LazyFactor{f.x, f.y, f.z, f.w}, p, m, v);
+    adam_element(s, first, gradient, p, m, v);
+  }
+};
+
+// Copies the harmonics of the warp's points to shared memory, with their deferred steps taken.
 template <typename Moment>
-__device__ __forceinline__ void stage_caught_up(const Span<Moment>& span, const float4* factors, uint32_t points,
-                                                float* to, int lane) {
+__device__ __forceinline__ void stage_caught_up(const Span<Moment>& span, const DrawnPoints& points, float* to,
+                                                int lane) {
+  const float4* factors = points.factors;
   const int quads = span.floats / 4;
 #pragma unroll 2
   for (int q = lane; q < quads; q += 32) {
-    if (chosen(points, q, span.width) == 0) continue;
+    if (points.elements(q, span.width) == 0) continue;
     float4 p = reinterpret_cast<const float4*>(span.value)[q];
     const float4 m = load_moments(span.moment1, q);
     const float4 v = load_moments(span.moment2, q);
@@ -60,66 +74,6 @@ __device__ __forceinline__ void stage_caught_up(const Span<Moment>& span, const 
   if (i < span.floats) {
     const float4 f = factors[i / span.width];
     to[i] = lazy_value(f.x, f.y, span.value[i], load_moment(span.moment1 + i), load_moment(span.moment2 + i));
-  }
-}
-
-// Of the elements in `bits`: the steps that were missed, then the one with the gradient.
-__device__ __forceinline__ void step_quad(const AdamScalars<float>& s, const float4* factors, int q, uint32_t width,
-                                          uint32_t bits, const float4& f, const float4& g, float4& p, float4& m,
-                                          float4& v) {
-  const auto one = [&](int j, float first, float gradient, float& value, float& moment1, float& moment2) {
-    if ((bits >> j) & 1) {
-      catch_up(factors[static_cast<uint32_t>(4 * q + j) / width], value, moment1, moment2);
-      adam_element(s, first, gradient, value, moment1, moment2);
-    }
-  };
-  one(0, f.x, g.x, p.x, m.x, v.x);
-  one(1, f.y, g.y, p.y, m.y, v.y);
-  one(2, f.z, g.z, p.z, m.z, v.z);
-  one(3, f.w, g.w, p.w, m.w, v.w);
-}
-
-// As step_span, of `points` alone. `Count` float4s of each array are in flight.
-template <int Count, typename Moment>
-__device__ __forceinline__ void step_lazy_span(const Span<Moment>& span, const float* first, const float* gradient,
-                                               const float* scalars, const float4* factors, uint32_t points,
-                                               int lane) {
-  const AdamScalars<float> s = load_adam_scalars(scalars);
-  auto* value = reinterpret_cast<float4*>(span.value);
-  const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  const int quads = span.floats / 4;
-  for (int base = lane; base < quads; base += 32 * Count) {
-    float4 p[Count], m[Count], v[Count];
-    uint32_t bits[Count];
-#pragma unroll
-    for (int k = 0; k < Count; ++k) {
-      const int q = base + 32 * k;
-      bits[k] = q < quads ? chosen(points, q, span.width) : 0u;
-      if (bits[k] != 0) {
-        p[k] = value[q];
-        m[k] = stream_moments(span.moment1, q);
-        v[k] = stream_moments(span.moment2, q);
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < Count; ++k) {
-      const int q = base + 32 * k;
-      if (bits[k] != 0) {
-        const float4 f = gradient != nullptr ? reinterpret_cast<const float4*>(first)[q] : zero;
-        const float4 g = gradient != nullptr ? reinterpret_cast<const float4*>(gradient)[q] : zero;
-        step_quad(s, factors, q, span.width, bits[k], f, g, p[k], m[k], v[k]);
-        value[q] = p[k];
-        stream_moments(span.moment1, span.moment2, q, m[k], v[k], span.salt);
-      }
-    }
-  }
-  const int i = 4 * quads + lane;
-  if (i < span.floats && ((points >> (i / span.width)) & 1)) {
-    float m = load_moment(span.moment1 + i), v = load_moment(span.moment2 + i);
-    catch_up(factors[i / span.width], span.value[i], m, v);
-    const bool given = gradient != nullptr;
-    adam_element(s, given ? first[i] : 0.0f, given ? gradient[i] : 0.0f, span.value[i], m, v);
-    store_moments(span.moment1 + i, span.moment2 + i, m, v, span.salt);
   }
 }
 
@@ -172,10 +126,10 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) lazy_update_kernel(const __
   bool drawn = false;
   PointStatistics statistics;
   mine.for_rows([&](int, int64_t) { drawn = true; }, [&](int, float) { statistics.counted = true; });
-  const uint32_t points = __ballot_sync(0xffffffffu, drawn);
+  const DrawnPoints points = {__ballot_sync(0xffffffffu, drawn), factors};
   const bool counted = drawn || statistics.counted;
   if (counted) statistics.load(launch.statistics, id);
-  if (points == 0) {
+  if (points.points == 0) {
     if (!__any_sync(0xffffffffu, counted)) return;
     mine.for_rows([](int, int64_t) {}, [&](int v, float radius) { statistics.count(views[v].camera, radius); });
     if (counted) statistics.store(launch.statistics, id);
@@ -187,7 +141,7 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) lazy_update_kernel(const __
   const auto span = [&](int tensor, int width) { return span_of<Moment>(launch, first, size, tensor, width, salt); };
   if constexpr (Degree > 0) {
     put_factors(factors, launch.lazy.table, last, kShRest, lane);
-    stage_caught_up(span(kShRest, launch.rest_floats), factors, points, rest, lane);
+    stage_caught_up(span(kShRest, launch.rest_floats), points, rest, lane);
     __syncwarp();
   }
   const Point<float> point = caught_up_point<Moment>(launch, last, id);
@@ -198,23 +152,12 @@ __global__ void __launch_bounds__(kUpdateThreads, 4) lazy_update_kernel(const __
   if constexpr (Degree > 0) mine.outer_products(point.mean);
   put_gradients(shared, lane, sums, point, launch.settings);
 
-  const auto step_by = [&](auto batch, int tensor, int width, const float* first_gradient, const float* gradient) {
+  const auto step = [&](auto batch, int tensor, int width, const float* first_gradient, const float* gradient) {
     put_factors(factors, launch.lazy.table, last, tensor, lane);
-    step_lazy_span<decltype(batch)::value>(span(tensor, width), first_gradient, gradient, launch.scalars + 8 * tensor,
-                                           factors, points, lane);
+    step_span<decltype(batch)::value>(span(tensor, width), points, first_gradient, gradient,
+                                      launch.scalars + 8 * tensor, lane);
   };
-  const auto step = [&](auto batch, int tensor, int width, const float* gradient) {
-    step_by(batch, tensor, width, gradient, gradient);
-  };
-  step_by(Batch<1>{}, kMeans, 3, shared + kFirstAt, shared + kMeanAt);
-  step(Batch<1>{}, kQuats, 4, shared + kQuatAt);
-  step(Batch<1>{}, kLogScales, 3, shared + kScaleAt);
-  step(Batch<1>{}, kLogits, 1, shared + kLogitAt);
-  step(Batch<1>{}, kShDc, 3, shared + kDcAt);
-  if (launch.boxes != nullptr) {
-    widen_box(launch.boxes, group, drawn, launch.values[kMeans], launch.values[kLogScales], id, lane);
-  }
-  if (launch.rest_floats > 0) step(Batch<4>{}, kShRest, launch.rest_floats, Degree > 0 ? rest : nullptr);
+  step_tensors<Degree>(launch, shared, true, group, drawn, id, lane, step);
   if (drawn) launch.lazy.last[id] = static_cast<uint8_t>(steps + (all_stand_still(launch.scalars) ? 0 : 1));
 }
 

@@ -34,19 +34,22 @@ __device__ __forceinline__ Span<Moment> span_of(const Launch& launch, int first,
           tensor_salt(salt, tensor)};
 }
 
-// The elements of floats 4 q to 4 q + 3 whose points are in `points`, as four bits.
-__device__ __forceinline__ uint32_t chosen(uint32_t points, int q, int width) {
-  uint32_t bits = 0;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) bits |= ((points >> (static_cast<uint32_t>(4 * q + j) / width)) & 1) << j;
-  return bits;
-}
+// Steps every point of a span.
+struct EveryPoint {
+  __device__ __forceinline__ bool has(int) const { return true; }
+  __device__ __forceinline__ uint32_t elements(int, int) const { return 15; }
+  __device__ __forceinline__ void step(const AdamScalars<float>& s, int, int, float first, float gradient, float& p,
+                                       float& m, float& v) const {
+    adam_element(s, first, gradient, p, m, v);
+  }
+};
 
-// Steps the span. `gradient` [floats], and `first` for the first moment, lie in shared memory, or are null for zero.
-// `Count` float4s of each array are in flight.
-template <int Count, typename Moment>
-__device__ __forceinline__ void step_span(const Span<Moment>& span, const float* first, const float* gradient,
-                                          const float* scalars, int lane) {
+// Steps the span: those of `points` (`EveryPoint`, or `DrawnPoints` of splat_update_lazy.cu). `gradient` [floats], and
+// `first` for the first moment, lie in shared memory, or are null for zero. `Count` float4s of each array are loaded
+// ahead.
+template <int Count, typename Moment, typename Points>
+__device__ __forceinline__ void step_span(const Span<Moment>& span, const Points& points, const float* first,
+                                          const float* gradient, const float* scalars, int lane) {
   const AdamScalars<float> s = load_adam_scalars(scalars);
   auto* value = reinterpret_cast<float4*>(span.value);
   const auto* first4 = reinterpret_cast<const float4*>(first);
@@ -54,10 +57,11 @@ __device__ __forceinline__ void step_span(const Span<Moment>& span, const float*
   const int quads = span.floats / 4;
   for (int base = lane; base < quads; base += 32 * Count) {
     float4 p[Count], m[Count], v[Count];
+    uint32_t bits[Count];
 #pragma unroll
     for (int k = 0; k < Count; ++k) {
       const int q = base + 32 * k;
-      if (q < quads) {
+      if (q < quads && (bits[k] = points.elements(q, span.width)) != 0) {
         p[k] = value[q];
         m[k] = stream_moments(span.moment1, q);
         v[k] = stream_moments(span.moment2, q);
@@ -66,10 +70,16 @@ __device__ __forceinline__ void step_span(const Span<Moment>& span, const float*
 #pragma unroll
     for (int k = 0; k < Count; ++k) {
       const int q = base + 32 * k;
-      if (q < quads) {
+      if (q < quads && bits[k] != 0) {
         const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         const float4 f = gradient != nullptr ? first4[q] : zero, g = gradient != nullptr ? gradient4[q] : zero;
-        adam_quad(s, f, g, p[k], m[k], v[k]);
+        const auto one = [&](int j, float of_first, float of_second, float& one_p, float& one_m, float& one_v) {
+          if ((bits[k] >> j) & 1) points.step(s, 4 * q + j, span.width, of_first, of_second, one_p, one_m, one_v);
+        };
+        one(0, f.x, g.x, p[k].x, m[k].x, v[k].x);
+        one(1, f.y, g.y, p[k].y, m[k].y, v[k].y);
+        one(2, f.z, g.z, p[k].z, m[k].z, v[k].z);
+        one(3, f.w, g.w, p[k].w, m[k].w, v[k].w);
         value[q] = p[k];
         stream_moments(span.moment1, span.moment2, q, m[k], v[k], span.salt);
       }
@@ -77,9 +87,10 @@ __device__ __forceinline__ void step_span(const Span<Moment>& span, const float*
   }
   // The last group of points may end within a quad.
   const int i = 4 * quads + lane;
-  if (i < span.floats) {
+  if (i < span.floats && points.has(i / span.width)) {
     float p = span.value[i], m = load_moment(span.moment1 + i), v = load_moment(span.moment2 + i);
-    adam_element(s, gradient != nullptr ? first[i] : 0.0f, gradient != nullptr ? gradient[i] : 0.0f, p, m, v);
+    const float f = gradient != nullptr ? first[i] : 0.0f, g = gradient != nullptr ? gradient[i] : 0.0f;
+    points.step(s, i, span.width, f, g, p, m, v);
     span.value[i] = p;
     store_moments(span.moment1 + i, span.moment2 + i, m, v, span.salt);
   }

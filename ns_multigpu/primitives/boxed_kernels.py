@@ -1,23 +1,17 @@
-"""Kernels of primitives with rows of several records and their own raster operators. A box alone bounds such a row."""
+"""Kernels of primitives whose rows only a box bounds on the screen, and which have their own raster operators."""
 
-from collections import namedtuple
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-import cuda_ext
 from cuda_ext.ops.exchange.row_exchange import add_records
-from ns_multigpu.core.kernels import Cameras, Drawn, Lists, Received, Rows, Sinks
+from ns_multigpu.core.kernels import Cameras, Drawn, Lists, Received, Sinks
 from ns_multigpu.core.types import TILE, Points
-from ns_multigpu.primitives.composed_kernels import ComposedKernels, RowLines
-from ns_multigpu.primitives.record_parts import PartsWire, RecordParts, boundless
-
-MADE = {"opacities": "row_opacities", "features": "colors"}
-"""Row columns with another name in projections."""
+from ns_multigpu.primitives.composed_kernels import ComposedKernels, RowLines, with_colors
+from ns_multigpu.primitives.row_wire import LayoutWire
 
 
 class Composited(NamedTuple):
@@ -40,14 +34,8 @@ class Composited(NamedTuple):
     v_covered: Tensor | None = None
 
 
-@cache
-def _made(columns: tuple[str, ...]) -> Any:
-    """Return the class of projected lines: the projection's columns, and colours [M, 3]."""
-    return namedtuple("Made", (*columns, "colors"))
-
-
 @dataclass(frozen=True)
-class PartKernels(ComposedKernels):
+class BoxedKernels(ComposedKernels):
     """Kernels of such a primitive; see `Kernels`. A subclass defines how points become rows.
 
     Attributes:
@@ -63,7 +51,6 @@ class PartKernels(ComposedKernels):
 
     supports_half = False
     title: ClassVar[str]
-    layout: ClassVar[RecordParts]
 
     @property
     def keeps_last(self) -> bool:
@@ -76,19 +63,10 @@ class PartKernels(ComposedKernels):
 
     def made(self, params: Mapping[str, Tensor], cameras: Cameras, lines: RowLines) -> Any:
         points, found = self.projected(params, cameras, lines)
-        colors = self.kind.colors(points, *lines, cameras.viewmats)
-        return _made(type(found)._fields)(*found, colors)
-
-    def rows(self, made: Any, lines: RowLines, count: Tensor) -> Rows:
-        columns = (getattr(made, MADE.get(name, name)) for name in self.layout.widths)
-        return self.layout.rows(*lines, count, *columns, made.radii)
-
-    def returned(self, made: Any, records: Tensor) -> list[tuple[Tensor, Tensor]]:
-        gradients = self.layout.gradients_of(records)
-        return [(getattr(made, MADE.get(name, name)), gradients[name]) for name in self.layout.widths]
+        return with_colors(found, self.kind.colors(points, *lines, cameras.viewmats))
 
     def draw(self, received: Received, lists: Lists, patches: Sequence[int], mark_stops: bool = False) -> Drawn:
-        inputs = tuple(getattr(received, name) for name in self.layout.widths)
+        inputs = tuple(self.layout.columns_of(received))
         flat = list(patches)
         rasterize = getattr(torch.ops.ns_multigpu, f"rasterize_{self.kind.operators.name}")
         color, extra, alpha, last, state = rasterize(*inputs, *lists[:2], flat, TILE)
@@ -115,22 +93,7 @@ class PartKernels(ComposedKernels):
         records = self.layout.records_of(found)
         add_records(records, sinks.addresses, sinks.owners, sinks.slots, sinks.system_scope)
 
-    def receive_local(self, rows: Rows, owners: Tensor, slots: Tensor) -> Received:
-        return self.layout.receive_local(rows, owners, slots)
-
-    def pack(self, rows: Rows, place: Tensor, segments: Tensor, capacity: int) -> None:
-        self.layout.pack(rows, place, segments, capacity)
-
-    def unpack(self, records: Tensor, counts: Tensor, views: int) -> Received:
-        return self.layout.unpack(records, counts, views)
-
-    def wire(self, *, half: bool, slots: bool) -> PartsWire:
+    def wire(self, *, half: bool, slots: bool) -> LayoutWire:
         if half:
             raise ValueError(f"Rows of {self.title} cross the wire whole: leave half out.")
-        return PartsWire(self.layout, slots)
-
-    def intersect(self, received: Received, patches: Sequence[int], capacity: int) -> Lists:
-        return cuda_ext.intersect_capacity(
-            received.means2d, boundless(received.depths), received.opacities, received.radii, received.depths,
-            received.view_ids, patches, tile_size=TILE, capacity=capacity,
-        )  # fmt: skip
+        return super().wire(half=half, slots=slots)
