@@ -86,7 +86,6 @@ def test_there_and_back_on_the_wire(name: str, slots: bool, device: str) -> None
     segments = WireSegments((3, LOCAL), (CAPACITY, CAPACITY), 1)
     wire.pack(rows, place, memory, segments)
     received = wire.unpack(memory, segments, counts, 2)
-    assert not received.radii[CAPACITY:].any(), "local rows are not in the buffer"
     wire.keep(rows, place[1], received, segments, 1)
     check_received(layout, rows, received, slots)
     records = torch.zeros(2 * CAPACITY, layout.record_floats, device=device)

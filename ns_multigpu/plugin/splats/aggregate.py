@@ -75,11 +75,11 @@ class AggregateTrainerConfig(DistributedTrainerConfig):
         """See `RunConfig.device_type`."""
         return DEVICE
 
-    def complete(self, ranks: int) -> None:
-        """Count the GPUs; see `DistributedTrainerConfig.complete`."""
+    def set_timestamp(self) -> None:
+        """Count the GPUs; see `RunConfig.set_timestamp`."""
         if self.machine.num_devices == 0:
             self.machine.num_devices = max(torch.cuda.device_count(), 1)
-        super().complete(ranks)
+        super().set_timestamp()
 
     def check_method(self) -> None:
         """Raise an InputError if the run needs several processes or an option that the device has no operators for."""

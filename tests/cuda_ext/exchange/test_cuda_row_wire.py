@@ -129,5 +129,5 @@ def test_wrong_arguments_are_named() -> None:
     op = torch.ops.ns_multigpu.pack_wire
     with pytest.raises(ValueError, match="in place"):
         op(*rows.packed(), place, wire.repeat(2)[::2], [0], [12], 0, False, False)
-    with pytest.raises(TypeError, match="wire"):
+    with pytest.raises(TypeError, match="on cpu like the rest"):
         pack_wire(rows, place, wire.cpu(), [0], [12], 0, half=False, slots=False)

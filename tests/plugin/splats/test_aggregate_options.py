@@ -53,13 +53,16 @@ def test_several_processes_are_refused(config: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_one_process_has_all_visible_gpus(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(kind: str, devices: int, *_: Any) -> None:
+        raise InputError(f"{kind}: {devices}")
+
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    assert config.machine.num_devices == 0
-    config.complete(1)
-    assert (config.machine.num_devices, config.processes) == (3, 1)
-    config.machine.num_devices = 2
-    config.complete(1)
-    assert config.machine.num_devices == 2
+    monkeypatch.setattr("ns_multigpu.plugin.run.config.checks.check_devices", stop)
+    for devices, counted in ((0, 3), (2, 2)):
+        config.machine.num_devices = devices
+        with pytest.raises(InputError, match=f"^cuda: {counted}$"):
+            config.set_timestamp()
+        assert config.processes == 1
 
 
 @pytest.mark.parametrize(("kind", "devices"), [("cuda", "2 GPUs"), ("cpu", "2 pretended GPUs")])
