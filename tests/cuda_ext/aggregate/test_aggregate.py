@@ -22,7 +22,7 @@ TESTS = {
     "operators.py": 12,
     "models.py": 16,
     "steps.py": 24,
-    "training.py": 7,
+    "training.py": 6,
     "memory.py": 1,
     "driver.py": int(not torch.cuda.is_available()),
 }

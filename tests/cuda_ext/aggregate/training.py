@@ -18,11 +18,9 @@ from ns_multigpu import aggregate
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.step.forward import Forward
 from ns_multigpu.plugin.blocks.device_steps import DeviceStep
-from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
 from ns_multigpu.plugin.run.trainer import DistributedTrainer
 from tests.lib.resuming import DENSIFIERS, Model, differing, everything, in_double, start
-from tests.lib.training_run import add_maps, facing_normals, write_capture
 from tests.plugin.blocks.tried_steps import start_with_small_capacity
 
 STEPS, SAVED = 20, 9
@@ -134,13 +132,3 @@ def test_fused_steps_train_the_model_of_single(use: Use, capture: Path, tmp_path
         middle = other.checkpoint_dir / f"step-{SAVED:09d}.ckpt"
         resumed = trained(device, capture, tmp_path / f"resumed-{device}", load_checkpoint=middle, **options)
         assert different(resumed, expected, tolerance) == [], device
-
-
-def test_losses_that_steps_cannot_fuse(use: Use, tmp_path: Path) -> None:
-    if not aggregate.in_use():  # tensors of an earlier run may live on
-        use(2)
-    capture = tmp_path / "capture"
-    write_capture(capture, wide=False)
-    add_maps(capture, "normal_file_path", facing_normals)
-    with pytest.raises(InputError, match="no losses of depth, of normals and of the sky"):
-        trained(ALL, capture, tmp_path / "all", normal_map_loss=0.1, fused_steps="always")

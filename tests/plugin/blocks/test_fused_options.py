@@ -1,7 +1,7 @@
 """Every obstacle to fused steps is named; a block ends where something is to be done."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -105,10 +105,21 @@ def _needles_of_surfels(run: SimpleNamespace) -> None:
     options.primitive = "2dgs"
 
 
+def _one_device(run: SimpleNamespace, *, observed: Sequence[str] = (), sky_loss: float = 0.0) -> None:
+    run.pipeline.model.means = SimpleNamespace(device=SimpleNamespace(type="multigpu"))
+    run.pipeline.observed, run.pipeline.model.config.sky_loss = (), 0.0
+    assert obstacle(run.config, run.pipeline, run.optimizers) is None
+    run.pipeline.observed, run.pipeline.model.config.sky_loss = observed, sky_loss
+
+
+_OF_MAPS = "on one device of all GPUs they have no losses of depth, of normals and of the sky"
+
 OBSTACLES: list[tuple[Callable[[SimpleNamespace], None], str]] = [
     (_cells, "camera poses are optimized, and the host plans which cells a view sees"),
     (partial(_correct_poses, weight_decay=0.1), "an optimizer has weight decay"),
     (_needles_of_surfels, r"scales of 2D Gaussians \(2dgs\) are regularised"),
+    (partial(_one_device, observed=["normals"]), _OF_MAPS),
+    (partial(_one_device, sky_loss=0.1), _OF_MAPS),
     (_many_views, "there are more than 128 views a step"),
     (_other_optimizer, "an optimizer is not Adam"),
     (_no_optimizer, "an optimizer is not Adam"),
