@@ -45,7 +45,7 @@ _FREE_FOR_IMAGES = 0.5
 """Default fraction of a machine's free memory that its ranks may fill with images."""
 _REMEDY = (
     "Give --pipeline.datamanager.image-memory-gb less for each rank, or leave it out for half of what is free. Images "
-    "beyond it are decoded again before each use:"
+    "beyond the limit are decoded again before each use. Without enough memory:"
 )
 """For a machine that lacks the memory that the option asks for."""
 _SEEDS, _LEAST_SEEN, _MOST_IN_SKY = 5_000, 100, 0.75

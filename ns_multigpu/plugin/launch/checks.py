@@ -80,8 +80,9 @@ def crowd(workers: int, cores: int, memory: int | None) -> str:
     needed = workers * _WORKER_BYTES
     if memory is not None and workers > 1 and needed > memory:
         raise InputError(
-            f"--machine.num-devices {workers}: the workers alone would take {needed / 1e9:.0f} GB of memory, and "
-            f"{memory / 1e9:.0f} GB are free. Use as many as there are processor cores: --machine.num-devices {cores}."
+            f"--machine.num-devices {workers}: the workers alone would take {needed / 1e9:.1f} GB of memory, and "
+            f"{memory / 1e9:.1f} GB are free. Use fewer: --machine.num-devices "
+            f"{max(1, min(cores, int(memory // _WORKER_BYTES)))}."
         )
     if workers <= cores:
         return ""

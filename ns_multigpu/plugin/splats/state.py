@@ -124,7 +124,8 @@ class SplatState:
         if opened.tensors is None:
             return
         model.prepare_densifier(self._world, int(values["seed"]))
-        if values["views"] == _views(pipeline.datamanager):
+        # Each strategy has rows of its own.
+        if (values["views"], values["strategy"]) == (_views(pipeline.datamanager), pipeline.config.strategy):
             pipeline.strategy.assignment.load_state(values.get("assignment", []))
         read = opened.tensors.read
         if values["densifier"]["kind"] == model.densifier.kind:

@@ -66,6 +66,18 @@ def test_unknown_views_are_measured_again(
     assert not any("written by" in line for line in said), "by as many workers, with as many images per step"
 
 
+def test_what_one_strategy_measured_is_not_read_by_another(tmp_path: Path) -> None:
+    write_capture(tmp_path / "one", train=8)
+    fixed = {"camera_optimizer": CameraOptimizerConfig(mode="off")}
+    before = start(ALONE, tmp_path / "one", tmp_path / "before", 10, method="splatfacto-tile", **fixed)
+    before.pipeline.strategy.assignment.load_state(VIEW_COSTS)
+    assert before.checkpoints.save(4)
+    for method in ("splatfacto-pixel", "splatfacto-locality"):
+        folder = tmp_path / method
+        after = start(ALONE, tmp_path / "one", folder, 10, method=method, **fixed, load_dir=before.checkpoint_dir)
+        assert not any(row in VIEW_COSTS for row in after.pipeline.strategy.assignment.state())
+
+
 def test_a_resumed_run_says_what_it_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "_clock", lambda _: Clock(1000, 4))
     monkeypatch.setattr(state, "_views", lambda _: 3)

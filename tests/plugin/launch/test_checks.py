@@ -144,8 +144,15 @@ def test_more_workers_than_cores() -> None:
 
 
 def test_more_workers_than_memory_holds() -> None:
-    with pytest.raises(InputError, match=r"num-devices 99: .* 59 GB of memory, and 16 GB are free.*num-devices 2\."):
+    with pytest.raises(
+        InputError, match=r"num-devices 99: .* 59\.4 GB of memory, and 16\.0 GB are free.*num-devices 2\."
+    ):
         checks.crowd(99, 2, 16 * 10**9)
+    for memory in (0, 10**9):  # fewer than the cores
+        with pytest.raises(
+            InputError, match=r"num-devices 2: .* 1\.2 GB of memory.*Use fewer: --machine.num-devices 1\."
+        ):
+            checks.crowd(2, 2, memory)
     assert checks.crowd(26, 2, 16 * 10**9).startswith("Note: 26 workers share 2")
     with pytest.raises(InputError):
         checks.crowd(27, 2, 16 * 10**9)

@@ -71,8 +71,8 @@ class NerfactoXLModelConfig(NerfactoModelConfig):
     visible ones and can overfit each view's background."""
     proposals: Annotated[Literal["cell", "shared"], Only("pipeline.model.sampling", "proposals")] = "cell"
     """Proposal networks. cell: each cell has its own, for its segments. shared: all cells share those of one field,
-    which sample whole rays on every GPU; samples are cut at faces. It gave slightly better pictures with several
-    cells."""
+    which sample whole rays on every GPU; samples are cut at faces. With density shared it gave better held-out views of
+    one capture and worse ones of another."""
     density: Annotated[Literal["cell", "shared"], Only("pipeline.model.spread", "xl")] = "shared"
     """Density networks. shared: all cells share one, and their hash grids have the voxels of one grid over all of
     space. cell: each cell has its own, and a hash grid over its box, as in NeRF-XL; held-out views were worse."""

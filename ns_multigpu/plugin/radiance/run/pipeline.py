@@ -17,7 +17,7 @@ from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.radiance.data.datamanager import RadianceDataManager, RadianceDataManagerConfig
 from ns_multigpu.plugin.radiance.field.model import NerfactoXLModel, NerfactoXLModelConfig
 from ns_multigpu.plugin.radiance.run.pictures import FieldPictures
-from ns_multigpu.plugin.radiance.run.saved import SavedField, field_in, read_parameters
+from ns_multigpu.plugin.radiance.run.saved import SavedField, density_of, field_in, read_parameters
 from ns_multigpu.plugin.radiance.run.team_plan import plan_for_field
 from ns_multigpu.plugin.render import team
 from ns_multigpu.plugin.render.partition_picture import MOST_POINTS, save
@@ -196,7 +196,7 @@ class RadiancePipeline(RunPipeline):
     def load_own(self, loaded_state: dict[str, Any], step: int) -> None:
         """See `RunPipeline.load_own`: loads the shared parameters and those of this rank's cells."""
         saved = SavedField.from_state(loaded_state)
-        own = {"spread": self.config.model.spread, "density": "cell" if self.model.shared.density is None else "shared"}
+        own = {"spread": self.config.model.spread, "density": density_of(self.model.shared_parameters())}
         for option, of_this in own.items():
             if (saved_as := getattr(saved, option)) != of_this:
                 raise InputError(

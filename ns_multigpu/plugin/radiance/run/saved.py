@@ -1,6 +1,6 @@
 """A field in a checkpoint: the .ckpt, the state folder next to it, and reading on any number of ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -52,8 +52,8 @@ class SavedField:
 
     @property
     def density(self) -> str:
-        """The model's option of that name: shared, if all cells share a density network."""
-        return "shared" if any(name.startswith("shared.density.") for name in self.shared) else "cell"
+        """The model's option of that name."""
+        return density_of(self.shared)
 
     def state(self) -> dict[str, Any]:
         """Return the `pipeline` entry of a .ckpt. The state folder has the cells' parameters; its name is added once it
@@ -83,6 +83,11 @@ class SavedField:
         shared = {name.removeprefix(_SHARED): state[name] for name in names}
         # A checkpoint older than the option has cells that are trained together.
         return SavedField(cells, shared, int(state[_SEED]), str(state.get(_SPREAD, "xl")))
+
+
+def density_of(shared: Iterable[str]) -> str:
+    """Return the model's option `density` from the names of its shared parameters."""
+    return "shared" if any(name.startswith("shared.density.") for name in shared) else "cell"
 
 
 def field_in(checkpoint: Path) -> SavedField:

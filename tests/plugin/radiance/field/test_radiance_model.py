@@ -21,24 +21,29 @@ from tests.lib.ranks import run_ranks
 
 def _nerfacto(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, Any]:
     """Return nerfstudio's own model, and ours with one cell that has its parameters."""
-    ours = model(World.single(), 1, density="cell", **options)
+    ours = model(World.single(), 1, **options)
     # Its weights would be downloaded, and are not looked at.
     monkeypatch.setattr(
         "torchmetrics.image.lpip.LearnedPerceptualImagePatchSimilarity", lambda **_: torch.nn.Identity()
     )
+    options.pop("density", None)
     theirs: Any = NerfactoModelConfig(**{**SMALL, **options}).setup(
         scene_box=SceneBox(torch.tensor([[-1.0, -1, -1], [1, 1, 1]])), num_train_data=IMAGES, seed_points=None,
         metadata={}, device="cpu", grad_scaler=None,
     )  # fmt: skip
     cell = ours.cells["0"]
-    own = {**cell.field.state_dict(), **{f"{k}": v for k, v in ours.shared.state_dict().items()}}
+    parts = (("grid.", "mlp_base.model.0."), ("density.", "mlp_base.model.1."))
+    own = {**cell.field.state_dict(), **ours.shared.state_dict()}
+    own |= {to + k.removeprefix(at): v for k, v in own.items() for at, to in parts if k.startswith(at)}
     theirs.field.load_state_dict(own, strict=False)
     assert {n for n, p in theirs.field.named_parameters() if not torch.equal(p, own[n])} == set()
     theirs.proposal_networks.load_state_dict(cell.proposal_networks.state_dict(), strict=False)
     return theirs, ours
 
 
-@pytest.mark.parametrize("options", [{}, {"background_color": "white"}, {"proposal_initial_sampler": "uniform"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"density": "cell"}, {"background_color": "white"}, {"proposal_initial_sampler": "uniform"}]
+)
 def test_one_cell_is_nerfacto(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the unit cube, where both contractions leave positions as they are."""
     theirs, ours = _nerfacto(monkeypatch, far_plane=0.6, **options)
@@ -48,7 +53,7 @@ def test_one_cell_is_nerfacto(options: dict[str, Any], monkeypatch: pytest.Monke
         expected, found = theirs(rays()), ours(rays())
     for name in ("rgb", "accumulation", "depth", "expected_depth"):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5, msg=name)
-    assert float(expected["accumulation"].min()) < 0.7 < float(expected["accumulation"].max())
+    assert 0.5 < float(expected["accumulation"].min()) < float(expected["accumulation"].max()) < 0.95
 
 
 def test_a_config_older_than_shared_density_networks() -> None:
