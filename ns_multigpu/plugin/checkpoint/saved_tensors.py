@@ -103,15 +103,15 @@ def save_tensors(
 def files_at_once(tensors: Mapping[str, Tensor | Rows], local_ranks: int) -> int:
     """Return the number of files in which a rank writes tensors, each in a thread.
 
-    The number is at most 4, one per 64 MiB, and one per core of this rank. Each thread holds a host copy of a GPU
-    block. The copies together take at most half of the rank's part of the free host memory.
+    The number is at most 4, one per 64 MiB, and one per core of this rank. Each thread holds host copies of up to
+    four GPU blocks. All copies together take at most half of the rank's part of the free host memory.
     """
     size = copy = 0
     for value in tensors.values():
         own = value.own if isinstance(value, Rows) else value
         size += own.nbytes
         if not own.is_cpu:
-            copy = max(copy, (own[: blocks.BLOCK] if isinstance(value, Rows) else own).nbytes)
+            copy = max(copy, (own[: 4 * blocks.BLOCK] if isinstance(value, Rows) else own).nbytes)
     most = min(_PARTS, size // _PART, cores() // local_ranks)
     if copy and (available := available_memory()) is not None:
         most = min(most, available // (2 * local_ranks * copy))

@@ -274,10 +274,10 @@ def test_files_at_once(megabytes: int, cores: int, ranks: int, files: int, monke
 def test_gpu_copies_use_at_most_half_of_host_memory(
     memory_mib: int | None, ranks: int, files: int, rows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each file holds one tensor of 1000 MiB, or one block of rows of as many."""
+    """Each file holds one tensor of 1000 MiB, or four blocks of rows of as many."""
     monkeypatch.setattr(saved_tensors, "cores", lambda: 64)
     monkeypatch.setattr(saved_tensors, "available_memory", lambda: None if memory_mib is None else memory_mib << 20)
-    monkeypatch.setattr(checkpoint_rows, "BLOCK", 1 << 20)
+    monkeypatch.setattr(checkpoint_rows, "BLOCK", 1 << 18)
     one = torch.empty(1 << 20, 250, device="meta")
     more = torch.empty(3 << 20, 250, device="meta")
     tensors = {"small": one[:5], "large": Rows(more, 0, len(more)) if rows else one}
