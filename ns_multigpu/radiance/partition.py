@@ -13,7 +13,7 @@ _MARGIN = 1e-6
 """Minimum distance of a plane from its box's faces, relative to the extent: every cell has volume."""
 VIEWS_A_CELL = 75
 """Training views per cell below which a run warns. With one background for all and default networks, two cells were
-0.1 dB ahead of one to 1.7 behind on held-out views, with 22 to 70 a cell (benchmarks/results/nerfacto-xl.md). Nothing
+0.2 dB ahead of one to 1.7 behind on held-out views, with 22 to 70 a cell (benchmarks/results/nerfacto-xl.md). Nothing
 above has been measured so."""
 
 
