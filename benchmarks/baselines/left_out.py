@@ -5,6 +5,7 @@
 `python -m benchmarks.scaling.two_machines locality --left-out PART ...` measures such runs.
 """
 
+import argparse
 import sys
 import zlib
 from functools import partial
@@ -23,13 +24,7 @@ _WHOLE = ("--pipeline.locality.patches", "1")
 
 
 def ablate(part: str) -> list[str]:
-    """Replace a part of the scheme in this process; return further options of ns-train.
-
-    Raises:
-        ValueError: there is no such part.
-    """
-    if part not in PARTS:
-        raise ValueError(f"ablate: there is no part {part!r}; the parts are {', '.join(PARTS)}")
+    """Replace one of `PARTS` of the scheme in this process; return further options of ns-train."""
     if part in ("placement", "all"):
         placing.partition = partial(partitioned, across="random", within="random")  # type: ignore[assignment]
     if part in ("assignment", "all"):
@@ -54,8 +49,12 @@ class _AtRandom:
 
 def main() -> None:
     """Leave out the part that is the first argument, and run ns-train with the others."""
-    part, *words = sys.argv[1:]
-    sys.argv = ["ns-train", *words[:1], *ablate(part), *words[1:]]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("method", help="splatfacto-locality")
+    parser.add_argument("words", nargs=argparse.REMAINDER, help="further words of ns-train")
+    given = parser.parse_args()
+    sys.argv = ["ns-train", given.method, *ablate(given.part), *given.words]
     from nerfstudio.scripts.train import entrypoint  # imports all methods: not for `ablate` alone
 
     entrypoint()

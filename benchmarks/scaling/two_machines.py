@@ -217,6 +217,8 @@ def main() -> int:
     parser.add_argument("--kind", choices=("aerial", "street"), default="aerial", help="of capture")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
+    if "locality" not in options.strategies and options.left_out != [NOTHING]:
+        parser.error("--left-out: only locality has these parts. Add locality to the strategies.")
     if reason := why_none():
         parser.error(reason)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the machines are removed

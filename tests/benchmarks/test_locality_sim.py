@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.baselines.left_out import PARTS, ablate
+from benchmarks.scaling import two_machines
 from benchmarks.scaling.locality_sim import Setting as Switches
 from benchmarks.scaling.locality_sim import ablations, by_view, place, scaling, table
 from benchmarks.scaling.locality_times import large_graph_seconds, plan_times
@@ -78,6 +79,8 @@ def test_one_part_is_left_out_of_a_run(part: str, monkeypatch: pytest.MonkeyPatc
     assert [len(of_rank) for of_rank in drawn] == [2 * options.patches**2 // 4] * 4, "equally many for each"
 
 
-def test_an_unknown_part_is_named() -> None:
-    with pytest.raises(ValueError, match="there is no part 'metis'; the parts are placement, assignment"):
-        ablate("metis")
+def test_only_locality_has_parts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(two_machines.sys, "argv", ["two_machines", "tile", "--left-out", "placement"])
+    with pytest.raises(SystemExit):
+        two_machines.main()
+    assert "--left-out: only locality has these parts. Add locality to the strategies." in capsys.readouterr().err

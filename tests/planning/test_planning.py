@@ -1,5 +1,6 @@
 """The planner against what is there: buffers of a real step, the allocator's peaks, kernels that were timed."""
 
+import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -299,3 +300,11 @@ def test_visible_share_equals_the_simulated_one() -> None:
     assert {row["gpus"]: pytest.approx(row["in sight"], abs=5e-4) for row in rows} | {1: 1.0} == IN_SIGHT
     assert all(in_sight(gpus) == pytest.approx(part) for gpus, part in IN_SIGHT.items())
     assert IN_SIGHT[8] < in_sight(6) < IN_SIGHT[4] and 0.05 < in_sight(32) < IN_SIGHT[16]
+
+
+def test_command_lines_print_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("points", type=parse_count)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["0"])
+    assert "'0' is not a whole number of points, 1 or more" in capsys.readouterr().err

@@ -243,9 +243,8 @@ class DistributedDataManager(FullImageDatamanager[InputDataset]):
     @cached_property
     def train_share(self) -> ImageShare:
         """Create this rank's store of training images. Every rank calls it."""
-        remedy = "" if self.config.image_memory_gb is None else _REMEDY  # by default they take half of what is free
         return self._share(
-            self.train_reader, self.train_shapes, "training", self.train_memory, self._owners_of_views, remedy
+            self.train_reader, self.train_shapes, "training", self.train_memory, self._owners_of_views, _REMEDY
         )
 
     @cached_property
