@@ -56,6 +56,7 @@ from tests.strategies.test_law import (
     SKY_WEIGHT,
     Outcome,
     check,
+    corrected_by,
     held_at,
     on_machines,
     one_step,
@@ -127,12 +128,13 @@ def take_one(
             begun[name], params[name] = values.clone(), values
             moments[name] = torch.zeros_like(values), torch.zeros_like(values)
             of_views[name] = kept(values, *moments[name], count)
-    step_poses = None
+    step_poses, seen = None, views
     if corrects is not None:
         views = [replace(view, index=max(view.index - 1, 0)) for view in views]
         corrections = corrects.pose_adjustment.detach().clone().to(device)
         begun["corrections"], params["corrections"] = corrections.clone(), corrections
         moments["corrections"] = torch.zeros_like(corrections), torch.zeros_like(corrections)
+        seen = [replace(v, viewmat=corrected_by(corrects, v).detach()) for v in views]  # plans of cells follow it
         weights = corrects.config.trans_l2_penalty, corrects.config.rot_l2_penalty
         summed = None if spread.gradients.summed else world
         step_poses = StepPoses(
@@ -148,7 +150,7 @@ def take_one(
         step_poses.indices.copy_(torch.tensor([view.index for view in views]))
     for kept in of_views.values():
         kept.indices.copy_(torch.tensor([view.index for view in views]))
-    plan = with_halos(spread.plan_alike(views), views)
+    plan = with_halos(spread.plan_alike(seen), views)
     targets = []
     for patch in plan.owned[world.rank]:
         left, top, right, bottom = patch.rendered(views[patch.view])

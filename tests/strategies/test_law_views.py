@@ -46,8 +46,9 @@ ROWS: list[Row] = [
     ("single", 1, "captured", "gaussians", "grids"), ("tile", 3, "captured", "gaussians", "grids layers"),
     ("batch", 2, "several", "gaussians", "grids"),
     *((name, 2, "step" if name == "batch" else "captured", "gaussians", "grids") for name in ALL),
-    ("single", 1, "captured", "gaussians", "SE3"), *((name, 2, "step", "gaussians", "SE3") for name in LIKE_SINGLE),
-    *((name, 3, "captured", "gaussians", "SO3xR3 gains layers") for name in LIKE_SINGLE),
+    ("single", 1, "captured", "gaussians", "SE3"), *((name, 2, "step", "gaussians", "SE3") for name in ALL),
+    *((name, 3, "captured", "gaussians", "SO3xR3 gains layers") for name in ALL),
+    ("pixel", 2, "several", "gaussians", "lenses SO3xR3"), ("pixel", 4, "captured", "2dgs", "SO3xR3"),
     ("batch", 2, "captured", "4D gaussians", "SO3xR3"), ("tile", 2, "captured", "2dgs", "SO3xR3"),
     ("batch", 1, "captured", "convex", "SO3xR3"), ("locality", 4, "captured", "gaussians", "SO3xR3 machines"),
     ("single", 1, "step", "gaussians", "lenses sizes"), ("batch", 2, "captured", "gaussians", "lenses"),
@@ -65,7 +66,7 @@ ON_GPUS: list[Row] = [
       for words in ("gains", "grids layers", "layers gains sizes", "layers sky sizes")
       for name in ALL for mode in MODES for n in (1, 2)),
     *((name, n, mode, "gaussians", "SO3xR3" if mode == "step" else "SE3")
-      for name in LIKE_SINGLE for mode in MODES for n in (1, 2)),
+      for name in ALL for mode in MODES for n in (1, 2)),
     *((name, 2, "captured", "gaussians", "needles short") for name in ALL),
     *(("batch", 1, "captured", kind, "SO3xR3") for kind in OTHERS),
     *((name, n, mode, "gaussians", words) for words in ("lenses sizes", "lenses SE3")

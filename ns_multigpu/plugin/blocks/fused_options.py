@@ -119,10 +119,6 @@ def obstacle(
     legs = unsupported_reason(pipeline.strategy, pipeline.batch_size)
     tests: Sequence[tuple[bool, Callable[[], str]]] = (
         (legs is not None, lambda: str(legs)),
-        (
-            view_parameters.POSES in view_parameters.groups(model) and not pipeline.strategy.pixels.whole,
-            lambda: "camera poses are optimized, and the host plans which cells a view sees",
-        ),
         (kernels is None, lambda: f"{titled(options.primitive)} have no operators for it"),
         (
             kernels is not None and not kernels.supports_half and pipeline.config.wire == "half",

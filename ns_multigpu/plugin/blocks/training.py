@@ -115,6 +115,9 @@ class Training:
         self._refining = Refining(pipeline, optimizers, self._noise)
         needles = options.use_scale_regularization
         self._needles = torch.zeros(1, device=self._device) if needles else None  # the next step's weight
+        # Plans of cells depend on where cameras are.
+        poses = view_parameters.POSES in view_parameters.groups(self._model)
+        self._plans_by_poses = poses and not pipeline.strategy.pixels.whole
         self._wants_lazy = self._may_defer()
         self._rows_drawn: int | None = None  # maximum per rank and step
         self._buffers = StepBuffers(pipeline, world)
@@ -161,6 +164,9 @@ class Training:
         self._choose_lazy()
         strategy, images = self._pipeline.strategy, steps[0] * self._pipeline.batch_size
         strategy.observe(self._model.primitive(depth=False), self._model.points, images)
+        if self._plans_by_poses:
+            optimizer = self._model.camera_optimizer
+            self._camera.correct(optimizer.pose_adjustment, optimizer.config.mode)
         if strategy.assignment.prefetches:
             self._inputs_maker.prefetch_plans(steps, MOST_STEPS, lambda step: self._signature(step)[1])
         self.load_images(steps[0])

@@ -93,11 +93,6 @@ def _correct_poses(run: SimpleNamespace, **options: Any) -> None:
     run.optimizers.config["camera_opt"] = {"optimizer": SimpleNamespace(max_norm=None)}
 
 
-def _cells(run: SimpleNamespace) -> None:
-    _correct_poses(run)
-    run.pipeline.strategy = STRATEGIES["pixel"](World.single())
-
-
 def _needles_of_surfels(run: SimpleNamespace) -> None:
     options = run.pipeline.model.config
     options.use_scale_regularization = True
@@ -115,7 +110,6 @@ def _one_device(run: SimpleNamespace, *, observed: Sequence[str] = (), sky_loss:
 _OF_MAPS = "on one device of all GPUs they have no losses of depth, of normals and of the sky"
 
 OBSTACLES: list[tuple[Callable[[SimpleNamespace], None], str]] = [
-    (_cells, "camera poses are optimized, and the host plans which cells a view sees"),
     (partial(_correct_poses, weight_decay=0.1), "an optimizer has weight decay"),
     (_needles_of_surfels, r"scales of 2D Gaussians \(2dgs\) are regularised"),
     (partial(_one_device, observed=["normals"]), _OF_MAPS),

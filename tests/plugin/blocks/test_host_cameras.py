@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from nerfstudio.cameras.camera_optimizers import CameraOptimizer, CameraOptimizerConfig
 from nerfstudio.cameras.cameras import Cameras
 
 from ns_multigpu.plugin.blocks.host_cameras import HostCameras
@@ -36,6 +37,29 @@ def test_they_are_those_of_one_camera_after_another(times: bool, monkeypatch: py
             assert (one.width, one.height, one.index) == (wanted.width, wanted.height, wanted.index)
             assert one.time == wanted.time and (one.time > 0) == times
         assert np.array_equal(numbers, torch.cat([wanted.viewmat.flatten(), wanted.K.flatten()]).numpy())
+
+
+@pytest.mark.parametrize("mode", ["SO3xR3", "SE3"])
+def test_they_follow_corrections(mode: Any) -> None:
+    g = torch.Generator().manual_seed(1)
+    places = torch.cat([torch.linalg.qr(torch.randn(3, 3, 3, generator=g))[0], torch.randn(3, 3, 1, generator=g)], 2)
+    places[:, :, :3] *= torch.linalg.det(places[:, :, :3])[:, None, None]
+    cameras = Cameras(places, fx=50.0, fy=50.0, cx=20.0, cy=15.0, width=40, height=30)
+    found = HostCameras(SimpleNamespace(train_dataset=SimpleNamespace(cameras=cameras)))
+    given, numbers = found(1, 2)
+    optimizer = CameraOptimizer(CameraOptimizerConfig(mode=mode), 3, "cpu")
+    optimizer.pose_adjustment.data = 0.1 * torch.randn(3, 6, generator=g)
+    found.correct(optimizer.pose_adjustment, mode)
+    view, same = found(1, 2)
+    one = cameras[1:2]
+    one.metadata = {"cam_idx": 1}
+    wanted = view_from_camera(one, optimizer.apply_to_camera(one)[0], 1, 2)
+    torch.testing.assert_close(view.viewmat, wanted.viewmat.detach(), rtol=0, atol=1e-5)
+    assert float((view.viewmat - given.viewmat).abs().max()) > 0.01 and same is numbers
+    assert torch.equal(view.K, given.K) and view.index == 1
+    optimizer.pose_adjustment.data.zero_()
+    found.correct(optimizer.pose_adjustment, mode)
+    torch.testing.assert_close(found(1, 2)[0].viewmat, given.viewmat, rtol=0, atol=1e-6)
 
 
 def test_image_size_distinguishes_a_step_from_its_predecessor() -> None:

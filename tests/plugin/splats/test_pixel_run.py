@@ -5,16 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ns_multigpu.cells.options import PixelOptions
 from ns_multigpu.core.dist.collectives import all_gather_objects
 from ns_multigpu.core.dist.world import World
+from ns_multigpu.plugin.blocks.host_cameras import HostCameras
 from ns_multigpu.plugin.checkpoint import rows as checkpoint_rows
 from tests.lib.ranks import run_ranks
 from tests.lib.resuming import DENSIFIERS, Model, differing, everything, in_double, part_of, whole, without_rates
 from tests.lib.training_run import follow
-from tests.plugin.splats.test_locality_run import FUSED, rows_of
+from tests.plugin.splats.test_locality_run import FUSED, MODEL, rows_of
 
 pytestmark = pytest.mark.slow
 
@@ -87,3 +90,37 @@ def test_fused_steps(tmp_path: Path, capture: Path) -> None:
         assert 0.5 < row["gpus_at_work"] <= 1 and 0.5 < row["drawing_level"] <= 1 and 0 < row["pixels_in_sight"] <= 1
         assert row["pixels_in_sight"] == pytest.approx(alone["rows"][several["rows"].index(row)]["pixels_in_sight"])
     assert several["points"] == pytest.approx(alone["points"], rel=0.05)
+
+
+POSES: dict[str, Any] = {
+    MODEL + "camera_optimizer.mode": "SO3xR3", MODEL + "warmup_length": 1000, MODEL + "num_downscales": 0,
+    "optimizers.camera_opt.scheduler": None, "optimizers.camera_opt.optimizer.lr": 2e-3,
+    "optimizers.camera_opt.optimizer.eps": 1e-4, "pipeline.pixel.cells": CELLS,
+}  # fmt: skip
+
+
+def train_poses(world: World, capture: Path, out: Path, fused_steps: str) -> dict[str, Any]:
+    """Return the trained corrections, and what plans of fused steps were made from."""
+    followed: list[bool] = []
+    correct = HostCameras.correct
+
+    def corrected(self: HostCameras, corrections: Tensor, mode: Any) -> None:
+        correct(self, corrections, mode)
+        followed.append(bool((self(0, 1)[0].viewmat.ravel() - torch.from_numpy(self(0, 1)[1][:16])).abs().max() > 1e-4))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostCameras, "correct", corrected)
+        options = FUSED | POSES | {"fused_steps": fused_steps}
+        trainer = follow(
+            world, capture, out / fused_steps, options, STEPS, VIEWS, method="splatfacto-pixel", double=False
+        )
+    return {"corrections": trainer.pipeline.model.camera_optimizer.pose_adjustment.detach(), "followed": followed}
+
+
+def test_fused_steps_train_poses(tmp_path: Path, capture: Path) -> None:
+    """Plans follow the corrections from block to block; ordinary steps read them before each step."""
+    expected = run_ranks(train_poses, 2, capture, tmp_path, "never")[0]["corrections"]
+    assert float(expected.abs().max()) > 0.01
+    for found in run_ranks(train_poses, 2, capture, tmp_path, "always"):
+        torch.testing.assert_close(found["corrections"], expected, rtol=0.02, atol=2e-4)
+        assert not found["followed"][0] and found["followed"][-1]
