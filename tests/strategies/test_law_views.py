@@ -28,7 +28,8 @@ ALL = [*LIKE_SINGLE, "pixel"]
 OTHERS = ["4D gaussians", "2dgs", "convex"]
 Row = tuple[str, int, str, str, str]
 """Strategy, ranks, mode, primitive, and words: gains, grids, layers, sky, SO3xR3, SE3, sizes (views of several
-sizes), needles, short (small points take a part of a step), lenses, and machines (two of them)."""
+sizes), needles, short (small points take a part of a step), lenses, machines (two of them), and fast (links: pixels of
+the whole batch are exchanged at once)."""
 
 ROWS: list[Row] = [
     ("batch", 1, "captured", "gaussians", "gains"),
@@ -48,7 +49,7 @@ ROWS: list[Row] = [
     *((name, 2, "step" if name == "batch" else "captured", "gaussians", "grids") for name in ALL),
     ("single", 1, "captured", "gaussians", "SE3"), *((name, 2, "step", "gaussians", "SE3") for name in ALL),
     *((name, 3, "captured", "gaussians", "SO3xR3 gains layers") for name in ALL),
-    ("pixel", 2, "several", "gaussians", "lenses SO3xR3"), ("pixel", 4, "captured", "2dgs", "SO3xR3"),
+    ("pixel", 3, "captured", "gaussians", "gains fast"), ("pixel", 2, "several", "gaussians", "lenses SO3xR3"), ("pixel", 4, "captured", "2dgs", "SO3xR3"),
     ("batch", 2, "captured", "4D gaussians", "SO3xR3"), ("tile", 2, "captured", "2dgs", "SO3xR3"),
     ("batch", 1, "captured", "convex", "SO3xR3"), ("locality", 4, "captured", "gaussians", "SO3xR3 machines"),
     ("single", 1, "step", "gaussians", "lenses sizes"), ("batch", 2, "captured", "gaussians", "lenses"),
@@ -107,6 +108,7 @@ def fused(world: World, row: Row) -> Outcome:
     strategy, _, mode, primitive, words = row
     kind, whole = points_of(primitive, POINTS, torch.float32, world.device)
     spread = STRATEGIES[strategy](on_machines(world, 2) if "machines" in words else world)
+    spread.pixels.fast_links = "fast" in words.split()
     count = count_of(strategy)
     return take_one(spread, kind, count, size_of(words), mode, whole=whole, **options_of(words, count, world.device))
 

@@ -119,8 +119,9 @@ def rasterize(
         conics: [M,3] inverse 2D covariance (a, b, c) in 1/px^2.
         row_opacities: [M] in (0,1).
         features: [M,D] what is blended, D >= 1: colour, or colour and depth.
-        tile_offsets: [T+1] int32, from `intersect` with the same patches and tile_size.
-        row_ids: [I] int32, likewise.
+        tile_offsets: [T+1] int32, from `intersect` with the same patches and tile_size; or those of patches that
+            follow each other, and the end of the last.
+        row_ids: [I] int32, from `intersect` with all patches.
         patches: 5 integers a patch (view, x0, y0, x1, y1).
         tile_size: pixels along a tile's side.
         absgrad_probe: [M,2] zeros that require a gradient, or None. It changes nothing but receives, as its gradient,

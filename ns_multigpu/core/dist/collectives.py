@@ -241,8 +241,11 @@ def all_to_all_into(out: Tensor, x: Tensor, world: World) -> None:
     dist.all_to_all_single(out, x, group=world.group)
 
 
-def all_to_all_parts(out: Tensor, x: Tensor, receive: Sequence[int], send: Sequence[int], world: World) -> None:
-    """All-to-all of parts that have a size of their own for each pair, without waiting.
+def all_to_all_parts(
+    out: Tensor, x: Tensor, receive: Sequence[int], send: Sequence[int], world: World, *, async_op: bool = False
+) -> Any:
+    """All-to-all of parts that have a size of their own for each pair, without waiting. With `async_op`, it runs beside
+    what is enqueued next; return the work to wait for, or None.
 
     Args:
         out: [sum(receive)] written; contiguous, what came from rank 0 first. x: [sum(send)], that for rank 0 first.
@@ -259,9 +262,11 @@ def all_to_all_parts(out: Tensor, x: Tensor, receive: Sequence[int], send: Seque
             f"rank {world.rank} of {world.size}, which keeps its own."
         )
     if world.group is None:
-        return
+        return None
     _count_parts(send, x.element_size(), world)
-    dist.all_to_all_single(out, x, list(receive), list(send), group=world.group)
+    return cast(
+        Any, dist.all_to_all_single(out, x, list(receive), list(send), group=world.group, async_op=async_op)
+    )
 
 
 def _count_ring(count: int, world: World) -> None:

@@ -11,8 +11,10 @@ Everything behind is then occluded: the pixel's alpha is sent with a minus sign,
 cells.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -279,16 +281,26 @@ def _rows_of(routes: Routes, device: torch.device) -> Tensor:
 
 
 class CompositeOperators(PixelOperators):
-    """Operators that send cell images to their pixels' owners, and return the gradients. Sizes follow from the plan."""
+    """Operators that send cell images to their pixels' owners, and return the gradients. Sizes follow from the plan.
+
+    Over slow links a batch is exchanged in halves, each beside the other's drawing, loss or gradients (Splaxel, section
+    4.4). Where ranks reach each other's memory that would cost more launches than it hides.
+    """
 
     exchanged = True
     marks_stops = True
 
     def __init__(self, leg: "CompositePixels", world: World) -> None:
         self._cells, self._half, self._regions, self._world = leg.cells, leg.half, leg.regions, world
-        self._now: tuple[Routes, PixelWire, Tensor, Tensor, Tensor] | None = None
-        self._live = torch.zeros(0)
+        self._leg, self._overlaps, self._views = leg, False, 0
+        self._under_way = deque[tuple[Routes, PixelWire, Tensor, Tensor, Tensor]]()
+        self._live = list[Tensor]()
         self._watches = leg.feedback is not None
+
+    def split(self, plan: Plan) -> Sequence[Plan]:
+        self._live, self._views = [], len(plan.order)
+        self._overlaps = self._views > 1 and self._world.size > 1 and not self._leg.fast_links
+        return halves(plan) if self._overlaps else [plan]
 
     def layered(self, received: Received, rows: Rows) -> Received:
         return received if self._regions is not None else self._cells.layered(received, rows.point_ids)
@@ -317,18 +329,20 @@ class CompositeOperators(PixelOperators):
         if self._half:
             received[:others].copy_(into)
         blended, alpha, before = composite_fragments(received, routes.layers, routes.sizes)
-        self._now = routes, wire, received, before, drawn.alpha
+        self._under_way.append((routes, wire, received, before, drawn.alpha))
         if self._watches:
-            self._live = live_numbers(before, routes, plan)
+            self._live.append(live_numbers(before, routes, plan))
         return OwnedPixels(blended, alpha, None)
 
     def live(self) -> Tensor:
-        return self._live
+        if len(self._live) == 1:
+            return self._live[0]
+        (first, second), views = self._live, self._views
+        of_first = _first_half(views) * (len(first) // views)  # each has numbers of all views
+        return torch.cat([first[:of_first], second[of_first:]])
 
     def return_gradients(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
-        assert self._now is not None
-        routes, wire, received, before, alpha = self._now
-        self._now = None
+        routes, wire, received, before, alpha = self._under_way.popleft()
         gradients = composite_fragments_backward(
             received, before, v_color, v_alpha, routes.layers, routes.sizes, routes.returned
         )
@@ -347,6 +361,24 @@ class CompositeOperators(PixelOperators):
 
     def _exchange(self, out: Tensor, into: Tensor, receive: Sequence[int], send: Sequence[int]) -> Parts[None]:
         """Exchange pixels with every other rank; each rank's are contiguous, in the ranks' order."""
-        if self._world.size > 1:
-            sizes = [out.shape[1] * pixels for pixels in receive], [out.shape[1] * pixels for pixels in send]
-            yield Collective(lambda: all_to_all_parts(into.view(-1), out.view(-1), *sizes, self._world))
+        if self._world.size == 1:
+            return
+        sizes = [out.shape[1] * pixels for pixels in receive], [out.shape[1] * pixels for pixels in send]
+        tensors, world = (into.view(-1), out.view(-1)), self._world
+        if not self._overlaps:
+            yield Collective(lambda: all_to_all_parts(*tensors, *sizes, world))
+            return
+        work = deque[Any]()  # both are launched again in each replay of captured steps
+        yield Collective(lambda: work.append(all_to_all_parts(*tensors, *sizes, world, async_op=True)))
+        yield Collective(lambda: work.popleft().wait())
+
+
+def _first_half(views: int) -> int:
+    return -(-views // 2)
+
+
+@lru_cache(maxsize=64)
+def halves(plan: Plan) -> tuple[Plan, Plan]:
+    """Return the plans of the first and the second half of a batch."""
+    views = len(plan.order)
+    return plan.of_views(range(_first_half(views))), plan.of_views(range(_first_half(views), views))

@@ -93,6 +93,8 @@ class PixelLeg(Leg):
     carries = "pixels"
     can_cancel: ClassVar[bool] = True
     """As `RowLeg`'s."""
+    fast_links: bool = False
+    """As `Assignment`'s."""
 
     @property
     def whole(self) -> bool:

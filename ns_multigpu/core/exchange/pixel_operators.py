@@ -48,6 +48,12 @@ class PixelOperators(ABC):
         """Return a patch's image: one of the rows' views, counted from `first_view`, or a cell image."""
         return patch.view - first_view
 
+    def split(self, plan: Plan) -> Sequence[Plan]:
+        """Return the plan, or plans of successive views of it: the pixels of one are exchanged while the next is drawn,
+        and their gradients while those of the next are propagated. `exchange` and `return_gradients` are called once
+        for each, in this order."""
+        return [plan]
+
     @abstractmethod
     def exchange(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[OwnedPixels]:
         """Return the patches that this rank owns, from what it has drawn."""

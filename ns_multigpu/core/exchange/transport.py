@@ -34,6 +34,20 @@ Parts = Generator[Collective, None, T]
 work between two of them can be captured in a CUDA graph. T is its result."""
 
 
+def begun(parts: Parts[T]) -> Parts[Parts[T]]:
+    """Run work up to its first collective and launch that; return the rest of the work."""
+    try:
+        yield next(parts)
+    except StopIteration as end:
+        return _ended(end.value)
+    return parts
+
+
+def _ended(value: T) -> Parts[T]:
+    yield from ()
+    return value
+
+
 def launched(parts: Parts[T], measured: Callable[[], AbstractContextManager[Any]] = nullcontext) -> T:
     """Run work without capture; return its result. `measured` encloses each collective."""
     while True:

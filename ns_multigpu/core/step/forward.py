@@ -23,8 +23,8 @@ from ns_multigpu.core.exchange.pixel_operators import OwnedPixels
 from ns_multigpu.core.exchange.replicated_rows import OwnRows
 from ns_multigpu.core.exchange.transport import launched
 from ns_multigpu.core.exchange.transports import CollectiveRows
-from ns_multigpu.core.kernels import Cameras, Kernels, Model, Rows
-from ns_multigpu.core.step.forward_pass import Drawing, ForwardPass
+from ns_multigpu.core.kernels import Cameras, Drawn, Kernels, Model, Rows
+from ns_multigpu.core.step.forward_pass import ForwardPass, Gathered
 from ns_multigpu.core.step.step_settings import padded
 from ns_multigpu.core.step.tile_lists import GatheredLists
 from ns_multigpu.core.strategy import Strategy
@@ -176,16 +176,17 @@ class _Try:
         if self._fails(self._exchanges) or forward is None or rows is None:
             return None
         try:
-            drawing = launched(forward.draw(rows, [self._view], self._plan, range(1)))
-            self._publish(rows, forward.counts, drawing, message)
+            gathered = launched(forward.gather(rows, [self._view], self._plan, range(1)))
+            drawn, _ = forward.draw(gathered, self._plan, [self._view])
+            self._publish(rows, forward.counts, gathered, message)
         except torch.OutOfMemoryError:
-            drawing = None
+            drawn = None
             self._short = True
-        if self._fails(forward.pixels.exchanged) or drawing is None:
+        if self._fails(forward.pixels.exchanged) or drawn is None:
             return None
         try:
-            owned = launched(forward.exchange_pixels(drawing.drawn, self._plan, [self._view]))
-            return self._pixels(drawing, owned, forward)
+            owned = launched(forward.pixels.exchange(drawn, self._plan, [self._view]))
+            return self._pixels(drawn, owned, forward)
         except torch.OutOfMemoryError:
             self._short = True
             return None
@@ -205,9 +206,9 @@ class _Try:
         lists = GatheredLists(self._kernels, capacities.intersections)
         return ForwardPass(self._strategy, self._kernels, transport, lists, capacities.rows)
 
-    def _publish(self, rows: Rows, counts: torch.Tensor, drawing: Drawing, message: torch.Tensor) -> None:
+    def _publish(self, rows: Rows, counts: torch.Tensor, gathered: Gathered, message: torch.Tensor) -> None:
         """Set the counts of rows and lists that this rank publishes."""
-        ranks, (offsets, _, met) = self._world.size, drawing.lists
+        ranks, (offsets, _, met) = self._world.size, gathered.lists
         message[1:2] = rows.count
         message[_HEAD : _HEAD + ranks] = counts
         own = self._plan.drawn[self._world.rank]
@@ -219,9 +220,9 @@ class _Try:
             first = _HEAD + ranks + own[0].y0 // TILE
             message[first : first + len(work)] = work
 
-    def _pixels(self, drawing: Drawing, owned: OwnedPixels, forward: ForwardPass) -> list[Pixels]:
+    def _pixels(self, drawn: Drawn, owned: OwnedPixels, forward: ForwardPass) -> list[Pixels]:
         """Return the patches that this rank owns."""
-        shown = {} if forward.pixels.exchanged else self._kernels.shown(drawing.drawn, self._view)
+        shown = {} if forward.pixels.exchanged else self._kernels.shown(drawn, self._view)
         found: list[Pixels] = []
         start = 0
         for patch in self._plan.owned[self._world.rank]:

@@ -10,24 +10,22 @@ from typing import Any, NamedTuple
 import torch
 
 from ns_multigpu.core.assign.plan import Plan, rectangles
-from ns_multigpu.core.exchange.pixel_operators import OwnedPixels
 from ns_multigpu.core.exchange.transport import Parts, Transport
 from ns_multigpu.core.kernels import Cameras, Drawn, Kernels, Lists, Model, Received, Rows
 from ns_multigpu.core.step.tile_lists import TileLists
 from ns_multigpu.core.strategy import Strategy
-from ns_multigpu.core.types import View
+from ns_multigpu.core.types import TILE, View
 
 
-class Drawing(NamedTuple):
-    """Patches that a rank has drawn, and what their gradients need.
+class Gathered(NamedTuple):
+    """What a rank draws its patches from.
 
     Attributes:
-        received: rows that the rank draws. lists: of its patches' tiles. drawn: the patches.
+        received: rows that the rank draws. lists: of its patches' tiles.
     """
 
     received: Received
     lists: Lists
-    drawn: Drawn
 
 
 class ForwardPass:
@@ -74,16 +72,14 @@ class ForwardPass:
             self._lists.begin(rows, views)
         return rows
 
-    def draw(self, rows: Rows, views: Sequence[View], plan: Plan, projected: range) -> Parts[Drawing]:
-        """Exchange rows and draw this rank's patches.
+    def gather(self, rows: Rows, views: Sequence[View], plan: Plan, projected: range) -> Parts[Gathered]:
+        """Exchange rows and list those of each tile of this rank's patches.
 
         Args:
             rows: of `project`. views: the batch. plan: the same on all ranks.
             projected: positions in the batch of the views that the rows are of.
         """
-        transport, rank = self._transport, self._world.rank
-        layers = [(self.pixels.layer(patch, projected.start), patch) for patch in plan.drawn[rank]]
-        patches = [n for layer, patch in layers for n in (layer, *patch.rendered(views[patch.view]))]
+        transport, patches = self._transport, self._patches(plan, views, projected.start)
         with self._measure("send"):
             if transport.is_exchanged:
                 sent = self.counts[: transport.num_destinations]
@@ -94,15 +90,30 @@ class ForwardPass:
             received = self.pixels.layered(received, rows)
         with self._measure("sort"):
             lists = self._lists.finish(received, patches, plan, views)
-            lists = self.pixels.clipped(lists, received, plan, views)
-        with self._measure("raster"):
-            drawn = self._kernels.draw(received, lists, patches, self.pixels.marks_stops)
-        return Drawing(received, lists, drawn)
+            return Gathered(received, self.pixels.clipped(lists, received, plan, views))
 
-    def exchange_pixels(self, drawn: Drawn, plan: Plan, views: Sequence[View]) -> Parts[OwnedPixels]:
-        """Exchange pixels: from the patches that this rank has drawn to those that it owns."""
-        with self._measure("pixels"):
-            return (yield from self.pixels.exchange(drawn, plan, views))
+    def draw(
+        self, gathered: Gathered, plan: Plan, views: Sequence[View], first_view: int = 0, first_tile: int = 0
+    ) -> tuple[Drawn, int]:
+        """Draw this rank's patches of a plan, which follow each other in the lists; return the tile behind them.
+
+        Args:
+            first_view: position in the batch of the first view of the rows. first_tile: the first patch's in the lists.
+        """
+        patches, (offsets, row_ids, met) = self._patches(plan, views, first_view), gathered.lists
+        tiles = sum(
+            -(-(x1 - x0) // TILE) * -(-(y1 - y0) // TILE)
+            for x0, y0, x1, y1 in (patches[k : k + 4] for k in range(1, len(patches), 5))
+        )
+        end = first_tile + tiles
+        with self._measure("raster"):
+            lists = offsets[first_tile : end + 1], row_ids, met
+            return self._kernels.draw(gathered.received, lists, patches, self.pixels.marks_stops), end
+
+    def _patches(self, plan: Plan, views: Sequence[View], first_view: int) -> list[int]:
+        """Return 5 ints for each patch that this rank draws: see `Kernels.intersect`."""
+        layers = [(self.pixels.layer(patch, first_view), patch) for patch in plan.drawn[self._world.rank]]
+        return [n for layer, patch in layers for n in (layer, *patch.rendered(views[patch.view]))]
 
 
 def rows_by_group(

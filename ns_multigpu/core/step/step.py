@@ -32,12 +32,13 @@ from cuda_ext.ops.optim.lazy_adam import LazyAdam
 from cuda_ext.ops.optim.step_control import HEAD, step_gate
 from ns_multigpu.core.assign.assignment import Feedback
 from ns_multigpu.core.assign.plan import Plan
-from ns_multigpu.core.exchange.transport import Parts, Transport, launched
-from ns_multigpu.core.kernels import Cameras, Kernels
+from ns_multigpu.core.exchange.pixel_operators import OwnedPixels
+from ns_multigpu.core.exchange.transport import Parts, Transport, begun, launched
+from ns_multigpu.core.kernels import Cameras, Drawn, Kernels, Sinks
 from ns_multigpu.core.observations import Observations
 from ns_multigpu.core.step.bilateral_grids import StepGrids
 from ns_multigpu.core.step.exposures import StepExposures
-from ns_multigpu.core.step.forward_pass import ForwardPass
+from ns_multigpu.core.step.forward_pass import ForwardPass, Gathered
 from ns_multigpu.core.step.fused_support import follow_each_other, unsupported_reason
 from ns_multigpu.core.step.nonfinite import NonFiniteSteps
 from ns_multigpu.core.step.patch_losses import PatchLosses, share_of_mse
@@ -200,21 +201,12 @@ class Step:
         splatted = self._splatted(plan)
         rows = self._forward.project(self._model, self._cameras(splatted, views), views)
         self.report.zero_()
-        received, lists, drawn = yield from self._forward.draw(rows, views, plan, splatted)
-        pixels = yield from self._forward.exchange_pixels(drawn, plan, views)
-        with measure("loss"):
-            owned = plan.owned[world.rank]
-            rgb, v_color, v_alpha = self._losses.add(pixels, owned, views, targets)
-            drawn = kernels.more_losses(drawn, owned, views, self.report)
-            del pixels
-        with measure("pixels"):
-            v_color, v_alpha = yield from self._forward.pixels.return_gradients(v_color, v_alpha)
-        with measure("backward"):
-            kernels.draw_back(drawn, v_color, v_alpha, transport.sinks(received.owners, received.slots))
+        gathered = yield from self._forward.gather(rows, views, plan, splatted)
+        rgb = yield from self._draw(gathered, plan, views, targets, splatted.start)
         with measure("message"):
             numbers, own = (self._forward.counts, self._capacities, self._most), plan.drawn[world.rank]
-            message = self._message.of(rows, numbers, plan, lists, views, own, splatted.start, self._of_views)
-        del received, lists, drawn, v_color, v_alpha  # their memory is the update's
+            message = self._message.of(rows, numbers, plan, gathered.lists, views, own, splatted.start, self._of_views)
+        del gathered  # its memory is the update's
         with measure("return"):
             back = yield from transport.return_gradients(rows, self._forward.place, message, splatted)
         with measure("update"):
@@ -243,6 +235,44 @@ class Step:
             self._nonfinite.mark(self.report[-1:])
         if self._poses is not None:
             yield from self._poses.step(scalars[-1:])
+        return rgb
+
+    def _draw(
+        self, gathered: Gathered, plan: Plan, views: Sequence[View], targets: Sequence[Tensor], first_view: int
+    ) -> Parts[list[Tensor]]:
+        """Draw this rank's patches, compute their loss, and add the gradients of their rows to the transport's sinks;
+        return what `rgb` is to be. What `PixelOperators.split` makes of the plan is under way at the same time.
+
+        Args:
+            plan, targets: see `parts`. first_view: position in the batch of the first view of the rows.
+        """
+        kernels, pixels, measure = self._kernels, self._forward.pixels, self._measure
+        plans, tile, rgb = pixels.split(plan), 0, list[Tensor]()
+        drawn, exchanges, returns = list[Drawn](), list[Parts[OwnedPixels]](), list[Parts[tuple[Tensor, Tensor]]]()
+        for some in plans:
+            one, tile = self._forward.draw(gathered, some, views, first_view, tile)
+            with measure("pixels"):
+                exchanges.append((yield from begun(pixels.exchange(one, some, views))))
+            drawn.append(one)
+        for k, some in enumerate(plans):
+            with measure("pixels"):
+                seen = yield from exchanges[k]
+            with measure("loss"):
+                owned = some.owned[self._world.rank]
+                of_these = targets[len(rgb) : len(rgb) + len(owned)]
+                shown, v_color, v_alpha = self._losses.add(seen, owned, views, of_these)
+                drawn[k] = kernels.more_losses(drawn[k], owned, views, self.report)
+                rgb += shown
+                del seen
+            with measure("pixels"):
+                returns.append((yield from begun(pixels.return_gradients(v_color, v_alpha))))
+        sinks: Sinks | None = None
+        for one, back in zip(drawn, returns, strict=True):
+            with measure("pixels"):
+                v_color, v_alpha = yield from back
+            with measure("backward"):
+                sinks = sinks or self._transport.sinks(gathered.received.owners, gathered.received.slots)
+                kernels.draw_back(one, v_color, v_alpha, sinks)
         return rgb
 
     def mse(self, plan: Plan, targets: Sequence[Tensor], sizes: Sizes | None = None) -> Tensor:

@@ -75,7 +75,8 @@ class StepBuffers:
         if can_forward_rows and is_hierarchical(rows, world, peer=choice.peer):
             self.hierarchy = Hierarchy.of(world)
         self.one_for_all = self.peer or self._by_sort
-        self._strategy.assignment.fast_links = choice.peer and world.size > 1
+        for part in (self._strategy.assignment, self._strategy.pixels):
+            part.fast_links = choice.peer and world.size > 1
         self.captures = self._can_capture()
         if rows.half and self.peer and world.size > 1:
             raise InputError(

@@ -275,8 +275,8 @@ void rasterize_backward_into(const at::Tensor& means2d, const at::Tensor& conics
   std::vector<char> named(rows, 0);  // by an intersection: the others may have no owner
   const at::Tensor listed = row_ids.contiguous();
   const int32_t* ids = listed.const_data_ptr<int32_t>();
-  const int64_t used = tile_offsets[-1].item<int32_t>();
-  for (int64_t i = 0; i < used; ++i) named[ids[i]] = 1;
+  const int64_t first = tile_offsets[0].item<int32_t>(), used = tile_offsets[-1].item<int32_t>();
+  for (int64_t i = first; i < used; ++i) named[ids[i]] = 1;
   for (int64_t r = 0; r < rows; ++r) {
     if (!named[r]) continue;
     TORCH_CHECK_VALUE(owner[r] >= 0 && owner[r] < sinks.size(0), "rasterize_backward_into: row ", r, " has owner ",

@@ -67,11 +67,11 @@ struct SplatTable {
     tile_offsets = tile_offsets_.const_data_ptr<int32_t>();
     row_ids = row_ids_.const_data_ptr<int32_t>();
     const int64_t used = tile_offsets[list.tiles];  // row_ids may hold padding behind these
-    bool runs = tile_offsets[0] == 0 && used <= intersections, known = true;
+    bool runs = tile_offsets[0] >= 0 && used <= intersections, known = true;
     for (int64_t t = 0; t < list.tiles; ++t) runs &= tile_offsets[t] <= tile_offsets[t + 1];
-    for (int64_t i = 0; runs && i < used; ++i) known &= (row_ids[i] >= 0) & (row_ids[i] < rows);
-    TORCH_CHECK(runs && known, "rasterize: tile_offsets must ascend from 0 to at most the ", intersections,
-                " intersections of row_ids, and these must name one of the ", rows, " rows, as intersect returns them");
+    for (int64_t i = tile_offsets[0]; runs && i < used; ++i) known &= (row_ids[i] >= 0) & (row_ids[i] < rows);
+    TORCH_CHECK(runs && known, "rasterize: tile_offsets must ascend, from 0 or more to at most the ",
+                intersections, " intersections of row_ids, and these must name one of the ", rows, " rows, as intersect returns them");
     splats.reset(new TableSplat<T>[rows]);
     const int64_t batches = (rows + kBatch - 1) / kBatch;
     at::parallel_for(0, batches, 64, [&](int64_t begin, int64_t end) {

@@ -97,7 +97,8 @@ order(const int32_t* __restrict__ tile_offsets, int intersections, int tiles, in
   int32_t* class_used = plan.classes + kLengthClasses;
   __shared__ int counts[kLengthClasses], starts[kLengthClasses];
   if (threadIdx.x < kLengthClasses) counts[threadIdx.x] = 0;
-  const int split_above = split_threshold(plan, min(tile_offsets[tiles], intersections));
+  const int listed = min(tile_offsets[tiles], intersections) - min(tile_offsets[0], intersections);
+  const int split_above = split_threshold(plan, listed);
   if (blockIdx.x == 0 && threadIdx.x == 0) *chosen_split_above = split_above;
   __syncthreads();
   const int index = blockIdx.x * kThreads + threadIdx.x;
@@ -133,7 +134,8 @@ order(const int32_t* __restrict__ tile_offsets, int intersections, int tiles, in
     }
     const Run run = tile_run(tile_offsets, low, intersections);
     const int chunk = index - (run.first / kChunk + low);
-    slot_tile[index] = chunk * kChunk < run.end - run.first ? low : -1;
+    // The lists of tiles before these are not drawn here: their slots have no tile.
+    slot_tile[index] = chunk >= 0 && chunk * kChunk < run.end - run.first ? low : -1;
   }
 }
 
