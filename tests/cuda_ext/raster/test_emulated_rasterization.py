@@ -34,9 +34,12 @@ def expected_of(splats: Splats, lists: tuple[Tensor, Tensor], *, mark_stops: boo
     return arguments, torch.ops.ns_multigpu.rasterize(*arguments, None, mark_stops)
 
 
-def compare(library: ctypes.CDLL, splats: Splats, split_above: int, *, mark_stops: bool = False) -> Emulated:
-    """Pixels, and gradients, with and without absolute ones."""
-    lists = splats.intersect()
+def compare(
+    library: ctypes.CDLL, splats: Splats, split_above: int, *, mark_stops: bool = False,
+    lists: tuple[Tensor, Tensor] | None = None,
+) -> Emulated:  # fmt: skip
+    """Pixels, and gradients, with and without absolute ones. `lists` are those of `intersect` unless given."""
+    lists = lists or splats.intersect()
     found = Emulated(library, splats, lists, split_above, mark_stops=mark_stops)
     arguments, (out, alpha, last, state) = expected_of(splats, lists, mark_stops=mark_stops)
     same = found.last == last
@@ -62,6 +65,18 @@ def test_whole_lists(library: ctypes.CDLL, channels: int, mark_stops: bool) -> N
     splats = make_splats(700, 39, 21, opacities=(0.02, 1.0), channels=channels)
     splats = splats.with_patches(0, 0, 0, 39, 21, 0, 5, 5, 5, 9, 0, 1, 2, 38, 20)
     compare(library, splats, NEVER, mark_stops=mark_stops)
+
+
+@pytest.mark.parametrize("split_above", [NEVER, SPLIT])
+def test_patches_behind_others_of_the_same_lists(library: ctypes.CDLL, split_above: int) -> None:
+    splats = one_tile(3 * SEGMENT, (0.004, 0.006)).with_patches(0, 0, 0, 16, 16, 0, 2, 1, 15, 16, 0, 0, 0, 9, 16)
+    offsets, row_ids = splats.intersect()
+    assert int(offsets[1]) > 2 * CHUNK + 1 and int(offsets[1]) % CHUNK
+    _, (out, _, last, _) = expected_of(splats, (offsets, row_ids), mark_stops=False)
+    rest = replace(splats, patches=splats.patches[5:])
+    compare(library, rest, split_above, lists=(offsets[1:], row_ids))
+    _, (same, _, same_last, _) = expected_of(rest, (offsets[1:], row_ids), mark_stops=False)
+    assert torch.equal(same, out[256:]) and torch.equal(same_last, last[256:])
 
 
 def by_depth(splats: Splats, *opacities: tuple[int, float, float]) -> Splats:
