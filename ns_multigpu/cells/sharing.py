@@ -171,6 +171,11 @@ class CellPixels(Assignment):
             self._sights[key] = _Sight(camera, boxes, tree, rectangles, order)
         return rectangles, order
 
+    def most_exchanged(self, batch: int, width: int, height: int, ranks: int) -> int:
+        """Larger views take more memory than is worth while, and their exchange is long beside its launch."""
+        pixels = batch * width * height
+        return self._space.cells * pixels if pixels <= MOST_WHOLE else 0
+
     def counts(self, batch: int, width: int, height: int) -> int:
         return 5 * batch * self._space.cells if self._hides else 0
 

@@ -203,6 +203,9 @@ def made(
     words = settings.words(spread.assignment)
     spread.rows.half, spread.rows.slots = bool(half), by_sort
     peer = world.device.type == "cuda" and world.size > 1 and half is None
+    size = settings.views, settings.width, settings.height, world.size
+    spread.pixels.fast_links = spread.pixels.fast_links or peer
+    spread.pixels.prepare(spread.assignment.most_exchanged(*size) if peer else 0, world)
     transport = make_transport(
         spread.rows, spread.gradients, world, kernels, settings.rows, settings.segment, words, peer=peer,
     )  # fmt: skip

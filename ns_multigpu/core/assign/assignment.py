@@ -81,6 +81,11 @@ class Assignment(ABC):
         """Return the maximum pixels of a rank's patches of `batch` views of at most this size, halos included."""
         return self.most_views(batch, ranks) * width * height
 
+    def most_exchanged(self, batch: int, width: int, height: int, ranks: int) -> int:
+        """Return the maximum pixels that a rank receives of a batch of views of at most this size, or 0 if they go by
+        collectives. Asked where ranks access each other's memory."""
+        return 0
+
     def counts(self, batch: int, width: int, height: int) -> int:
         """Return the maximum number of counts per rank of a batch of views of at most this size: see `Feedback`."""
         return batch * -(-height // TILE) if self.learns is Feedback.WORK else 0

@@ -33,6 +33,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.boundary_rows import CellRegions, clipped
 from ns_multigpu.core.exchange.fragments import Routes, routes_of
 from ns_multigpu.core.exchange.legs import PixelLeg
+from ns_multigpu.core.exchange.peer_pixels import PeerPixels
 from ns_multigpu.core.exchange.pixel_operators import OwnedPixels, PixelOperators
 from ns_multigpu.core.exchange.transport import Collective, Parts
 from ns_multigpu.core.kernels import Drawn, Lists, Received, Rows
@@ -130,6 +131,7 @@ class CompositePixels(PixelLeg):
     Attributes:
         regions: cell regions of boundary splats; None to draw each splat with its own cell only.
         feedback: called with a batch's views and its `Feedback.LIVE` counts, the same on all ranks; None for no call.
+        peers: memory that fused steps exchange pixels through; None for collectives.
     """
 
     can_cancel = False
@@ -137,6 +139,8 @@ class CompositePixels(PixelLeg):
     def __init__(self, cells: LocalCells, *, half: bool = False, regions: CellRegions | None = None) -> None:
         self.cells, self.half, self.regions = cells, half, regions
         self.feedback: Callable[[Sequence[View], Sequence[int]], None] | None = None
+        self.peers: PeerPixels | None = None
+        self.pixel_bytes = 0  # of a pixel that was exchanged last
         self._deep = False  # whether what is drawn has depth: of a rank that draws nothing, too
 
     @property
@@ -145,6 +149,20 @@ class CompositePixels(PixelLeg):
 
     def operators(self, world: World) -> "CompositeOperators":
         return CompositeOperators(self, world)
+
+    def prepare(self, pixels: int, world: World) -> None:
+        numbers = pixels * MOST_NUMBERS
+        if numbers == 0 or world.size == 1:
+            self.peers = None
+        elif self.peers is None or self.peers.numbers != numbers:
+            self.peers = None  # free its memory first
+            self.peers = PeerPixels(world, numbers)
+
+    def written_bytes(self, plan: Plan, views: Sequence[View], world: World) -> int:
+        if self.peers is None:
+            return 0
+        routes = routes_of(plan, views, world.rank)
+        return self.pixel_bytes * (sum(routes.send) + sum(routes.send_back))
 
     def draw(
         self, primitive: Primitive, splats: Splats, views: Sequence[View], plan: Plan, world: World
@@ -196,6 +214,9 @@ class CompositePixels(PixelLeg):
             owned.append(Pixels(patch, image[..., :3], opacity, depth))
         return Rendering(owned, replace(own, rows={**own.rows, **dict(zip(named, tied[1:], strict=True))}))
 
+
+MOST_NUMBERS = 5
+"""Numbers of an exchanged pixel at most: colour, depth and alpha."""
 
 LIVE = 1e-3
 """Minimum transmittance at a pixel of a cell image for the image to be drawn there. Behind an opaque cell it is 0."""
@@ -293,7 +314,7 @@ class CompositeOperators(PixelOperators):
     def __init__(self, leg: "CompositePixels", world: World) -> None:
         self._cells, self._half, self._regions, self._world = leg.cells, leg.half, leg.regions, world
         self._leg, self._overlaps, self._views = leg, False, 0
-        self._under_way = deque[tuple[Routes, PixelWire, Tensor, Tensor, Tensor]]()
+        self._under_way = deque[tuple[Plan, Sequence[View], PixelWire, Tensor, Tensor, Tensor]]()
         self._live = list[Tensor]()
         self._watches = leg.feedback is not None
 
@@ -321,15 +342,15 @@ class CompositeOperators(PixelOperators):
         out = color.new_empty(sum(routes.send), width)
         received = color.new_empty(routes.received + routes.dark, width)
         received[routes.received :].zero_()
-        others = sum(routes.receive)
+        others = received[: sum(routes.receive)]
         gather_fragments(color, drawn.alpha, routes.sent_fragments, out)
-        gather_fragments(color, drawn.alpha, routes.local_fragments, received[others : routes.received])
-        into = torch.empty_like(received[:others], dtype=torch.float16) if self._half else received[:others]
-        yield from self._exchange(wire.pack(out), into, routes.receive, routes.send)
-        if self._half:
-            received[:others].copy_(into)
+        gather_fragments(color, drawn.alpha, routes.local_fragments, received[len(others) : routes.received])
+        into = torch.empty_like(others, dtype=torch.float16) if self._half else others
+        arrived = yield from self._exchange(wire.pack(out), into, plan, views, back=False)
+        if arrived is not others:
+            others.copy_(arrived)
         blended, alpha, before = composite_fragments(received, routes.layers, routes.sizes)
-        self._under_way.append((routes, wire, received, before, drawn.alpha))
+        self._under_way.append((plan, views, wire, received, before, drawn.alpha))
         if self._watches:
             self._live.append(live_numbers(before, routes, plan))
         return OwnedPixels(blended, alpha, None)
@@ -342,16 +363,17 @@ class CompositeOperators(PixelOperators):
         return torch.cat([first[:of_first], second[of_first:]])
 
     def return_gradients(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
-        routes, wire, received, before, alpha = self._under_way.popleft()
+        plan, views, wire, received, before, alpha = self._under_way.popleft()
+        routes = routes_of(plan, views, self._world.rank)
         gradients = composite_fragments_backward(
             received, before, v_color, v_alpha, routes.layers, routes.sizes, routes.returned
         )
         del received, before
         others = sum(routes.send_back)
         sent = wire.pack_gradients(gradients[:others])
-        back = sent.new_empty(sum(routes.receive_back), sent.shape[1])
-        yield from self._exchange(sent, back, routes.receive_back, routes.send_back)
-        back = wire.unpack_gradients(back, gradients)
+        into = sent.new_empty(0 if self._leg.peers else sum(routes.receive_back), sent.shape[1])
+        arrived = yield from self._exchange(sent, into, plan, views, back=True)
+        back = wire.unpack_gradients(arrived, gradients)
         # Owned patches cover their views, so each drawn pixel is in one piece that has gradients.
         v_drawn = v_color.new_empty(routes.drawn, v_color.shape[1]), v_alpha.new_empty(routes.drawn)
         scatter_fragments(back, routes.sent_fragments, *v_drawn)
@@ -359,18 +381,34 @@ class CompositeOperators(PixelOperators):
         # A negative sign only marks stopped pixels: the gradient is by the absolute value.
         return v_drawn[0], torch.where(alpha < 0, -v_drawn[1], v_drawn[1])
 
-    def _exchange(self, out: Tensor, into: Tensor, receive: Sequence[int], send: Sequence[int]) -> Parts[None]:
-        """Exchange pixels with every other rank; each rank's are contiguous, in the ranks' order."""
-        if self._world.size == 1:
-            return
-        sizes = [out.shape[1] * pixels for pixels in receive], [out.shape[1] * pixels for pixels in send]
-        tensors, world = (into.view(-1), out.view(-1)), self._world
+    def _exchange(self, out: Tensor, into: Tensor, plan: Plan, views: Sequence[View], *, back: bool) -> Parts[Tensor]:
+        """Exchange pixels [N, C] with every other rank, or with `back` their gradients; return those that arrived.
+
+        Each rank's are contiguous, in the ranks' order. Collectives write them to `into`.
+        """
+        world, peers, width = self._world, self._leg.peers, out.shape[1]
+        if world.size == 1:
+            return into
+        if peers is not None:
+            everyones = [routes_of(plan, views, rank) for rank in range(world.size)]
+            sizes = [[width * n for n in (one.send_back if back else one.send)] for one in everyones]
+            self._leg.pixel_bytes = width * out.itemsize
+            return (yield from peers.exchange(out, sizes, int(back))).view(-1, width)
+        routes = routes_of(plan, views, world.rank)
+        of_ranks = (routes.receive_back, routes.send_back) if back else (routes.receive, routes.send)
+        receive, send = ([width * pixels for pixels in of] for of in of_ranks)
+        flat, sent = into.view(-1), out.view(-1)
+
+        def launch(async_op: bool) -> Any:
+            return all_to_all_parts(flat, sent, receive, send, world, async_op=async_op)
+
         if not self._overlaps:
-            yield Collective(lambda: all_to_all_parts(*tensors, *sizes, world))
-            return
+            yield Collective(lambda: launch(False))
+            return into
         work = deque[Any]()  # both are launched again in each replay of captured steps
-        yield Collective(lambda: work.append(all_to_all_parts(*tensors, *sizes, world, async_op=True)))
+        yield Collective(lambda: work.append(launch(True)))
         yield Collective(lambda: work.popleft().wait())
+        return into
 
 
 def _first_half(views: int) -> int:

@@ -137,7 +137,7 @@ def routes_of(plan: Plan, views: Sequence[View], rank: int) -> Routes:
     return _routes(plan, sizes_of(views), rank)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _routes(plan: Plan, sizes: Sizes, rank: int) -> Routes:
     nothing = torch.empty(0)  # camera poses do not matter
     views = [View(nothing, nothing, width, height) for width, height in sizes]

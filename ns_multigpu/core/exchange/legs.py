@@ -109,6 +109,15 @@ class PixelLeg(Leg):
         """
         raise NotImplementedError(self.unsupported_reason)
 
+    def prepare(self, pixels: int, world: World) -> None:
+        """Make room for so many pixels that a rank receives in the other ranks' memory; 0: collectives exchange them.
+        Collective, before `operators`. Does nothing where none are exchanged."""
+        return
+
+    def written_bytes(self, plan: Plan, views: Sequence[View], world: World) -> int:
+        """Return the bytes that this rank writes into other ranks' memory in a fused step of a plan."""
+        return 0
+
     def draw(
         self, primitive: Primitive, splats: Splats, views: Sequence[View], plan: Plan, world: World
     ) -> list[Pixels]:

@@ -91,6 +91,9 @@ class StepBuffers:
 
     def transport(self, settings: StepSettings, kernels: Kernels) -> Transport:
         """Return the transport of rows and their gradients."""
+        size = settings.views, settings.width, settings.height, self._world.size
+        pixels = self._strategy.assignment.most_exchanged(*size) if self.peer else 0
+        self._strategy.pixels.prepare(pixels, self._world)
         rows, words = settings.rows, settings.words(self._strategy.assignment)
         pairs = self.pairs(settings.segment)
         old, shape = self._transport, (rows, pairs, words)
@@ -170,9 +173,9 @@ class StepBuffers:
 
     def exchanges_in(self, part: str) -> bool:
         """Return whether this part of a step exchanges data without a collective, which is timed separately."""
-        return part in (
-            ("send", "return") if self.peer and self._world.size > 1 else ("return",) if self.uses_peer_replicas else ()
-        )
+        if not self.peer or self._world.size == 1:
+            return part == "return" and self.uses_peer_replicas
+        return part in ("send", "return") or (part == "pixels" and not self._strategy.pixels.whole)
 
     def count_traffic(self, status: Status) -> None:
         """Count bytes that peers wrote to each other; collectives count their own."""

@@ -305,6 +305,8 @@ class Training:
                     batch, points = self._pipeline.batch_size, max(self._model.total_points, 1)
                     self._needles.fill_(self._model.needle_weight(step_inputs.step * batch, batch) / points)
             step.rgb = self._graphs.take(plan, lambda: self._queue.parts(self._buffers, step, step_inputs), steps)
+            written = self._pipeline.strategy.pixels.written_bytes(plan, step_inputs.views, self._world)
+            self._world.traffic.add(steps * written)
             if self._pipeline.strategy.assignment.learns is not Feedback.NOTHING:
                 self._readback.send(step_inputs.views, step.measured_work)
         return steps
