@@ -172,7 +172,7 @@ class CellPixels(Assignment):
         return rectangles, order
 
     def most_exchanged(self, batch: int, width: int, height: int, ranks: int) -> int:
-        """Larger views take more memory than is worth while, and their exchange is long beside its launch."""
+        """See `Assignment`. Larger views use collectives: their exchange takes much longer than its launch."""
         pixels = batch * width * height
         return self._space.cells * pixels if pixels <= MOST_WHOLE else 0
 

@@ -244,8 +244,8 @@ def all_to_all_into(out: Tensor, x: Tensor, world: World) -> None:
 def all_to_all_parts(
     out: Tensor, x: Tensor, receive: Sequence[int], send: Sequence[int], world: World, *, async_op: bool = False
 ) -> Any:
-    """All-to-all of parts that have a size of their own for each pair, without waiting. With `async_op`, it runs beside
-    what is enqueued next; return the work to wait for, or None.
+    """All-to-all of parts that have a size of their own for each pair, without waiting. With `async_op`, it runs at the
+    same time as what is enqueued next; return the work to wait for, or None.
 
     Args:
         out: [sum(receive)] written; contiguous, what came from rank 0 first. x: [sum(send)], that for rank 0 first.

@@ -304,8 +304,8 @@ def _rows_of(routes: Routes, device: torch.device) -> Tensor:
 class CompositeOperators(PixelOperators):
     """Operators that send cell images to their pixels' owners, and return the gradients. Sizes follow from the plan.
 
-    Over slow links a batch is exchanged in halves, each beside the other's drawing, loss or gradients (Splaxel, section
-    4.4). Where ranks reach each other's memory that would cost more launches than it hides.
+    Over slow links a batch is exchanged in halves, one during the other's drawing, loss or gradients (Splaxel, section
+    4.4). Where ranks access each other's memory that would cost more launches than it hides.
     """
 
     exchanged = True
@@ -321,7 +321,7 @@ class CompositeOperators(PixelOperators):
     def split(self, plan: Plan) -> Sequence[Plan]:
         self._live, self._views = [], len(plan.order)
         self._overlaps = self._views > 1 and self._world.size > 1 and not self._leg.fast_links
-        return halves(plan) if self._overlaps else [plan]
+        return in_two(plan) if self._overlaps else [plan]
 
     def layered(self, received: Received, rows: Rows) -> Received:
         return received if self._regions is not None else self._cells.layered(received, rows.point_ids)
@@ -346,9 +346,9 @@ class CompositeOperators(PixelOperators):
         gather_fragments(color, drawn.alpha, routes.sent_fragments, out)
         gather_fragments(color, drawn.alpha, routes.local_fragments, received[len(others) : routes.received])
         into = torch.empty_like(others, dtype=torch.float16) if self._half else others
-        arrived = yield from self._exchange(wire.pack(out), into, plan, views, back=False)
-        if arrived is not others:
-            others.copy_(arrived)
+        theirs = yield from self._exchange(wire.pack(out), into, plan, views, back=False)
+        if theirs is not others:
+            others.copy_(theirs)
         blended, alpha, before = composite_fragments(received, routes.layers, routes.sizes)
         self._under_way.append((plan, views, wire, received, before, drawn.alpha))
         if self._watches:
@@ -372,8 +372,8 @@ class CompositeOperators(PixelOperators):
         others = sum(routes.send_back)
         sent = wire.pack_gradients(gradients[:others])
         into = sent.new_empty(0 if self._leg.peers else sum(routes.receive_back), sent.shape[1])
-        arrived = yield from self._exchange(sent, into, plan, views, back=True)
-        back = wire.unpack_gradients(arrived, gradients)
+        theirs = yield from self._exchange(sent, into, plan, views, back=True)
+        back = wire.unpack_gradients(theirs, gradients)
         # Owned patches cover their views, so each drawn pixel is in one piece that has gradients.
         v_drawn = v_color.new_empty(routes.drawn, v_color.shape[1]), v_alpha.new_empty(routes.drawn)
         scatter_fragments(back, routes.sent_fragments, *v_drawn)
@@ -382,7 +382,7 @@ class CompositeOperators(PixelOperators):
         return v_drawn[0], torch.where(alpha < 0, -v_drawn[1], v_drawn[1])
 
     def _exchange(self, out: Tensor, into: Tensor, plan: Plan, views: Sequence[View], *, back: bool) -> Parts[Tensor]:
-        """Exchange pixels [N, C] with every other rank, or with `back` their gradients; return those that arrived.
+        """Exchange pixels [N, C] with every other rank, or with `back` their gradients; return those received.
 
         Each rank's are contiguous, in the ranks' order. Collectives write them to `into`.
         """
@@ -416,7 +416,7 @@ def _first_half(views: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def halves(plan: Plan) -> tuple[Plan, Plan]:
+def in_two(plan: Plan) -> tuple[Plan, Plan]:
     """Return the plans of the first and the second half of a batch."""
     views = len(plan.order)
     return plan.of_views(range(_first_half(views))), plan.of_views(range(_first_half(views), views))

@@ -110,7 +110,7 @@ class PixelLeg(Leg):
         raise NotImplementedError(self.unsupported_reason)
 
     def prepare(self, pixels: int, world: World) -> None:
-        """Make room for so many pixels that a rank receives in the other ranks' memory; 0: collectives exchange them.
+        """Allocate memory for so many pixels that a rank receives from the other ranks; 0: collectives exchange them.
         Collective, before `operators`. Does nothing where none are exchanged."""
         return
 

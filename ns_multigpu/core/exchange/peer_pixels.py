@@ -29,7 +29,7 @@ class PeerPixels:
 
         Args:
             out: what this rank sends, contiguous: that for rank 0 first. sizes: [source][destination] numbers; 0 from a
-                rank to itself. region: 0 or 1, by turns.
+                rank to itself. region: 0 and 1 alternately.
         """
         me, start, view = self._world.rank, 0, self._buffer.view
         for other, size in enumerate(sizes[me]):

@@ -18,7 +18,7 @@ from ns_multigpu.core.types import TILE, View
 
 
 class Gathered(NamedTuple):
-    """What a rank draws its patches from.
+    """Rows and lists from which a rank draws its patches.
 
     Attributes:
         received: rows that the rank draws. lists: of its patches' tiles.

@@ -23,7 +23,7 @@ ORDER = ((0, 2, 1), (1, 0, 2))
 
 
 def drawing(cell: int) -> Drawn:
-    """What a rank has drawn of both views: colour, and alpha that is negative in places."""
+    """Return the colours of both views as a rank draws them, and alphas, negative in places."""
     g = torch.Generator().manual_seed(cell)
     alpha = torch.rand(2 * WIDTH * HEIGHT, generator=g) * 0.9 + 0.05
     alpha = torch.where(torch.rand(len(alpha), generator=g) < 0.2, -alpha, alpha)
