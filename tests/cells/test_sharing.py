@@ -86,7 +86,9 @@ def test_plans_recur_where_links_are_fast(monkeypatch: pytest.MonkeyPatch) -> No
     assert views.assign_alike(batch, 2) == one and views.figures()["pixels_in_sight"] == 1.0
     space.tree = CellTree((Split(0, 0.1, -1, -2),))
     assert views.assign_alike(batch, 2) != one, "the plane has moved"
+    assert views.most_exchanged(2, 96, 64, 2) == 2 * 2 * 96 * 64, "of both cells"
     monkeypatch.setattr("ns_multigpu.cells.sharing.MOST_WHOLE", 2 * 96 * 64 - 1)
+    assert views.most_exchanged(2, 96, 64, 2) == 0
     assert views.assign_alike(batch, 2) == views.assign(batch, 2), "views are too large"
     occluded = CellPixels(space, hide=True)
     occluded.fast_links = True

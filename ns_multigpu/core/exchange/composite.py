@@ -314,7 +314,7 @@ class CompositeOperators(PixelOperators):
     def __init__(self, leg: "CompositePixels", world: World) -> None:
         self._cells, self._half, self._regions, self._world = leg.cells, leg.half, leg.regions, world
         self._leg, self._overlaps, self._views = leg, False, 0
-        self._under_way = deque[tuple[Plan, Sequence[View], PixelWire, Tensor, Tensor, Tensor]]()
+        self._now: tuple[Plan, Sequence[View], PixelWire, Tensor, Tensor, Tensor] | None = None
         self._live = list[Tensor]()
         self._watches = leg.feedback is not None
 
@@ -350,7 +350,7 @@ class CompositeOperators(PixelOperators):
         if theirs is not others:
             others.copy_(theirs)
         blended, alpha, before = composite_fragments(received, routes.layers, routes.sizes)
-        self._under_way.append((plan, views, wire, received, before, drawn.alpha))
+        self._now = plan, views, wire, received, before, drawn.alpha
         if self._watches:
             self._live.append(live_numbers(before, routes, plan))
         return OwnedPixels(blended, alpha, None)
@@ -363,7 +363,9 @@ class CompositeOperators(PixelOperators):
         return torch.cat([first[:of_first], second[of_first:]])
 
     def return_gradients(self, v_color: Tensor, v_alpha: Tensor) -> Parts[tuple[Tensor, Tensor]]:
-        plan, views, wire, received, before, alpha = self._under_way.popleft()
+        assert self._now is not None
+        plan, views, wire, received, before, alpha = self._now
+        self._now = None
         routes = routes_of(plan, views, self._world.rank)
         gradients = composite_fragments_backward(
             received, before, v_color, v_alpha, routes.layers, routes.sizes, routes.returned

@@ -50,8 +50,8 @@ class PixelOperators(ABC):
 
     def split(self, plan: Plan) -> Sequence[Plan]:
         """Return the plan, or plans of successive views of it: the pixels of one are exchanged while the next is drawn,
-        and their gradients while those of the next are propagated. `exchange` and `return_gradients` are called once
-        for each, in this order."""
+        and their gradients while those of the next are propagated. The exchange of each ends before `return_gradients`
+        of it begins, and that of the next ends later."""
         return [plan]
 
     @abstractmethod

@@ -61,6 +61,7 @@ def test_owners_composite_what_ranks_draw(half: bool) -> None:
     members = Members([torch.device("cpu")] * RANKS)
     legs, several = zip(*(operators(world, half=half) for world in members.worlds), strict=True)
     close: Any = {"rtol": 2e-3, "atol": 2e-3} if half else {"rtol": 0, "atol": 0}
+    assert [op.split(plan) for op in several] == [[plan]] * RANKS, "links are fast"
     for _ in range(2):  # regions are used again
         found = launched_together(
             [op.exchange(d, plan, VIEWS) for op, d in zip(several, everything, strict=True)], members
@@ -76,6 +77,21 @@ def test_owners_composite_what_ranks_draw(half: bool) -> None:
     rows, own, number = 2 * WIDTH * (16 + 2), 2 * WIDTH * 16, 2 if half else 4
     # Owners send to each other, and return to both others; the rank between sends to both.
     assert [count / (4 * number) for count in written] == [rows + 2 * own, 2 * rows, rows + 2 * own]
+
+
+def test_over_slow_links_a_batch_is_exchanged_in_two() -> None:
+    views = 3
+    patches = [replace(patch, view=k) for k in range(views) for patch in whole(1)[:1]]
+    plan = replace(Plan.of([patches, []], [[], patches]), order=((0, 1),) * views)
+    leg = CompositePixels(LocalCells(0, 1))
+    cases = (2, False, 3, [[0, 1], [2]]), (2, True, 3, []), (1, False, 3, []), (2, False, 1, [])
+    for size, fast, order, parts in cases:
+        leg.fast_links = fast
+        one = replace(plan, order=plan.order[:order])
+        found = leg.operators(World(0, size, 0, size, torch.device("cpu"))).split(one)
+        assert [[patch.view for patch in some.drawn[0]] for some in found] == (parts or [[0, 1, 2]])
+        assert [some.views() for some in found] == (parts or [[0, 1, 2]])
+        assert {some.order for some in found} == {one.order}
 
 
 def test_regions_lie_apart_and_end_in_time() -> None:

@@ -265,3 +265,19 @@ def test_half_wire_between_machines_works_with_peer_memory(half: bool, monkeypat
     made: Any = buffers.transport(SETTINGS, GaussianKernels(degree=0))
     assert made.peer and made.half == half
     assert HierarchicalRows.written_bytes(object.__new__(HierarchicalRows), 1, 9, 7) == 0
+
+
+@pytest.mark.parametrize("peer", [True, False])
+def test_pixels_of_cells_go_through_peer_memory_where_there_is_any(peer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = TransportChoice("peer" if peer else "collective", "said so")
+    monkeypatch.setattr(step_buffers, "choose_transport", lambda *_, relayed: choice)
+    monkeypatch.setattr(step_buffers, "make_transport", lambda *_, **__: SimpleNamespace(is_reusable=False))
+    buffers = make_buffers("pixel", transport="auto")
+    pixels, asked = buffers._strategy.pixels, list[int]()
+    assert pixels.fast_links == peer
+    monkeypatch.setattr(pixels, "prepare", lambda count, _: asked.append(count))
+    buffers.transport(SETTINGS, GaussianKernels(degree=0))
+    assert asked == [2 * 4 * 32 * 48 if peer else 0], "of two cells"
+    assert [part for part in ("pixels", "send", "raster") if buffers.exchanges_in(part)] == ["pixels", "send"] * peer
+    of_tile = make_buffers("tile", transport="auto")
+    assert not of_tile.exchanges_in("pixels"), "they are not exchanged"
