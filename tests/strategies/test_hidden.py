@@ -1,4 +1,4 @@
-"""The law where cells hide each other: what is left out cannot be seen, and is the same on any number of ranks."""
+"""The law where cells hide each other: what is left out contributes nothing, and is the same on any number of ranks."""
 
 from dataclasses import replace
 from typing import Any
@@ -59,7 +59,8 @@ def twice(world: World, hide: bool) -> dict[str, Any]:
     first = take_step(spread, "", VIEWS, POINTS, torch.float64, SIZE, kind=kind)
     begun = spread.assignment.figures()
     second = take_step(spread, "", VIEWS, POINTS, torch.float64, SIZE, kind=kind)
-    return {"first": first, "second": second, "begun": begun, "figures": spread.assignment.figures()}
+    figures, state = spread.assignment.figures(), spread.assignment.state()
+    return {"first": first, "second": second, "begun": begun, "figures": figures, "state": state}
 
 
 def unlike(a: Outcome, b: Outcome) -> float:
@@ -89,6 +90,7 @@ def test_ranks_hide_the_same(ranks: int) -> None:
     outcomes = run_ranks(twice, ranks, True)
     check([one["second"] for one in outcomes], expected["second"], torch.float64)
     for one in outcomes:
+        assert one["state"] == expected["state"]
         for name in ("pixels_in_sight", "pixels_drawn", "hidden_flips"):
             assert one["figures"][name] == expected["figures"][name]
 
@@ -109,6 +111,6 @@ def visible_boxes(world: World, mode: str) -> list[list[int]]:
 @pytest.mark.parametrize("mode", ["autograd", "step"])
 def test_every_mode_learns_the_same(mode: str) -> None:
     (expected,) = run_ranks(visible_boxes, 1, "autograd")
-    assert sum(row[-1] == 0 for row in expected[1:] if len(row) == 12 and row[7] > 0) > 0, "a cell that is all hidden"
+    assert sum(row[-1] == 0 for row in expected[1:] if len(row) == 15 and row[7] > 0) > 0, "a cell that is all hidden"
     for found in run_ranks(visible_boxes, 2, mode):
         assert found == expected
