@@ -29,7 +29,7 @@ from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.dist.collectives import all_gather_ints, all_to_all_parts, exchange_rows
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.boundary_rows import CellRegions, clipped
-from ns_multigpu.core.exchange.fragments import Routes, routes_of
+from ns_multigpu.core.exchange.fragments import BANDS, Routes, routes_of
 from ns_multigpu.core.exchange.legs import PixelLeg
 from ns_multigpu.core.exchange.pixel_operators import OwnedPixels, PixelOperators
 from ns_multigpu.core.exchange.transport import Collective, Parts
@@ -200,14 +200,14 @@ LIVE = 1e-3
 
 
 def live_numbers(alpha: Tensor, before: Tensor, routes: Routes, plan: Plan) -> Tensor:
-    """Return this rank's `Feedback.LIVE` numbers: [views * cells * 5] int64.
+    """Return this rank's `Feedback.LIVE` numbers: [views * cells * BANDS * 5] int64.
 
     Args:
         alpha: [N] of each cell image's pixel, negative where drawing stopped; 0 for pixels that no rank draws, which
             are last.
         before: [N] transmittance in front of it (see `composite_fragments`).
     """
-    slots = len(plan.order) * len(plan.order[0])
+    slots = len(plan.order) * len(plan.order[0]) * BANDS
     boxes = live_boxes(before * alpha.abs(), routes.watched, slots, LIVE)
     dark = [n for k in range(0, len(routes.watched), 6) for n in routes.watched[k : k + 6]
             if routes.watched[k + 1] >= routes.received]  # fmt: skip
