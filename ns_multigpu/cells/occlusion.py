@@ -38,8 +38,8 @@ class _Looked:
     """Record of a view's last drawing.
 
     Attributes:
-        sight: each cell's rectangle in sight. live: boxes [BANDS, 4] around each cell's visible pixels, empty where
-            there are none; None to draw all in sight.
+        sight: each cell's rectangle in sight. live: boxes [BANDS, 4] around each cell's visible pixels, with the
+            right end before the left where there are none; None to draw all in sight.
         dark: undrawn pixels of each cell. lit: the fewest of these that received light; -1 if unknown.
         steps: how often the view was drawn.
     """
@@ -93,7 +93,6 @@ class Occlusion:
             views: of a batch. numbers: [ranks, views, cells, BANDS, 5], see `Feedback.LIVE`.
         """
         boxes, lights = numbers[..., :4].max(axis=0) * (-1, -1, 1, 1), numbers[..., 4].sum(axis=(0, 3)).tolist()
-        boxes[boxes[..., 2] < 0] = 0
         for view, of_view, lit in zip(views, boxes, lights, strict=True):
             looked = self._looked.get((view.index, view.width, view.height))
             if looked is None or len(looked.sight) != len(of_view):  # the cells were rebuilt since

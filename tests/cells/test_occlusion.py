@@ -77,6 +77,7 @@ def test_a_cell_that_becomes_visible_is_drawn_in_the_next_step() -> None:
     assert occlusion.flips() == (10, 3 * (48 * 48 - 32 * 32))
     assert lit(occlusion, 720) == [SIGHT[1]] and occlusion.flips() == (20, 0)
     assert lit(occlusion, 0) == small
+    assert lit(occlusion, 900) == small, "all that is known of light is of drawings since then"
 
 
 def test_a_view_is_drawn_completely_at_times() -> None:
