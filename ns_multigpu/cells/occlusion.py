@@ -162,11 +162,13 @@ def tiles_around(live: NDArray[np.int64], wide: Rectangle) -> list[Rectangle]:
     row of tiles those between the first and the last, as rectangles top to bottom."""
     x0, y0, x1, y1 = wide
     boxes = live[live[:, 2] > live[:, 0]]
+    if len(boxes) == 0:
+        return []
     first, end = boxes[:, :2] // TILE - 1, -(-boxes[:, 2:] // TILE) + 1
     rows = np.arange(y0 // TILE, -(-y1 // TILE))
     touched = (first[:, 1:] <= rows) & (rows < end[:, 1:])  # [boxes, rows]
-    left = np.where(touched, first[:, :1] * TILE, x1).min(0, initial=x1).clip(x0)
-    right = np.where(touched, end[:, :1] * TILE, x0).max(0, initial=x0).clip(max=x1)
+    left = np.where(touched, first[:, :1] * TILE, x1).min(0).clip(x0)
+    right = np.where(touched, end[:, :1] * TILE, x0).max(0).clip(max=x1)
     borders = [0, *(1 + np.flatnonzero((np.diff(left) != 0) | (np.diff(right) != 0))).tolist(), len(rows)]
     found = [(int(left[a]), y0 + a * TILE, int(right[a]), min(y0 + b * TILE, y1)) for a, b in pairwise(borders)]
     return [rectangle for rectangle in found if area(rectangle) > 0]

@@ -106,7 +106,7 @@ def test_cells_without_visibility_record_are_drawn() -> None:
     far = (64, 64, 96, 90)
     occlusion.drawn(VIEW, [SIGHT[0], (0, 0, 16, 16), None])
     occlusion.learn([VIEW], message)
-    assert occlusion.drawn(VIEW, [SIGHT[0], far, None])[1] == [far], "a cell that was elsewhere"
+    assert occlusion.drawn(VIEW, [SIGHT[0], far, None])[1] == [far], "a cell that was in another part"
 
 
 def test_other_cells_are_not_hidden_by_what_these_did() -> None:
