@@ -22,6 +22,7 @@ from torch import Tensor
 from cuda_ext.ops.exchange.cells import cell_windows, cells_reached
 from ns_multigpu.cells.placing import ByCells
 from ns_multigpu.cells.tree import CellTree
+from ns_multigpu.core.assign.image_part import Rectangle, around_both
 from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.exchange.boundary_rows import CellRegions
 from ns_multigpu.core.types import TILE, View, stack_intrinsics, stack_viewmats
@@ -45,11 +46,11 @@ class CellsInViews(CellRegions):
             return torch.cat(ends, 1)
         known = _planes(tree)
         places = [{cell: k for k, cell in enumerate(order)} for order in plan.order]
-        drawn = [
-            n
-            for patch in [p for patches in plan.drawn for p in patches] + list(plan.hidden)
-            for n in (patch.view, places[patch.view][patch.cell], *patch.rendered(views[patch.view]))
-        ]
+        sight: dict[tuple[int, int], Rectangle] = {}  # drawn and hidden patches of a cell fill a rectangle
+        for patch in [*(p for patches in plan.drawn for p in patches), *plan.hidden]:
+            key, new = (patch.view, places[patch.view][patch.cell]), patch.rendered(views[patch.view])
+            sight[key] = around_both(sight.get(key, new), new)
+        drawn = [n for key, rectangle in sight.items() for n in (*key, *rectangle)]
         patches = [
             n
             for patch, rectangle in zip(own, seen, strict=True)

@@ -1,35 +1,54 @@
-"""Occlusion of cells by others in a view (Splaxel's saturation redundancy, section 4.3).
+"""Visible parts of cells in a view (Splaxel's saturation redundancy, section 4.3).
 
-The rank that composites a view knows the transmittance in front of each cell's image. Where it was less than 1/1000
-when the view was last drawn, the cell is invisible. For each view and cell the tiles around all other pixels are kept
-as one rectangle, so that drawn regions are rectangles.
+The rank that composites a view knows what each pixel of a cell's image contributes: the transmittance in front of it
+times its alpha. A cell is drawn where that was 1/1000 or more when the view was last drawn. Of each view and cell this
+is a box in each of 16 bands of the view, with a tile around it, so that a patch is still a rectangle. Masks of tiles
+would save little more (benchmarks/results/pixel-sim.md).
 
-Transmittance is measured in every step, also where no rank draws (the paper measures again by budgets, appendix 8.2). A
-part that is not occluded any more is drawn in the view's next step.
+Two checks find parts that became visible. Transmittance is measured in every step, also where no rank draws. If 1 %
+more of a cell's undrawn pixels receive light than before, all of the cell is drawn in the view's next step. (The paper
+compares stale budgets, appendix 8.2.) Splats that grow into an empty part change no transmittance in front of it. So
+all cells in sight are drawn in every eighth step of a view.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ns_multigpu.cells.tree import CellTree
-from ns_multigpu.core.assign.image_part import Rectangle, area, contains, overlap
+from ns_multigpu.core.assign.image_part import Rectangle, area, contains
+from ns_multigpu.core.exchange.fragments import BANDS
 from ns_multigpu.core.types import TILE, View
 
 _GROWN = 2 * TILE
 """Pixels by which a cell's rectangle may have grown on each side since it was looked at."""
+COMPLETE = 8
+"""Steps of a view of which one draws all cells in sight."""
+_FLIPPED = 100
+"""A cell is drawn completely if one of this many undrawn pixels became visible."""
 NOTHING: Rectangle = (0, 0, 0, 0)
 
 
 @dataclass
 class _Looked:
-    """Record of a view's last drawing: each cell's rectangle in sight, and the one with enough light left."""
+    """Record of a view's last drawing.
+
+    Attributes:
+        sight: each cell's rectangle in sight. live: boxes [BANDS, 4] around each cell's visible pixels, with the
+            right end before the left where there are none; None to draw all in sight.
+        dark: undrawn pixels of each cell. lit: the fewest of these that received light; -1 if unknown.
+        steps: how often the view was drawn.
+    """
 
     sight: list[Rectangle]
-    live: list[Rectangle] | None = None
+    live: list[NDArray[np.int64] | None]
+    dark: list[int]
+    lit: list[int]
+    steps: int = 0
 
 
 class Occlusion:
@@ -46,37 +65,48 @@ class Occlusion:
         if cells != self._cells:
             self._looked, self._cells = {}, cells
 
-    def drawn(self, view: View, sight: Sequence[Rectangle | None]) -> list[Rectangle | None]:
-        """Return the rectangles of each cell to draw in a view, from those in which it is in sight."""
+    def drawn(self, view: View, sight: Sequence[Rectangle | None]) -> list[list[Rectangle]]:
+        """Return the rectangles of each cell to draw in a view, from that in which it is in sight."""
         if view.index < 0:
-            return list(sight)
+            return [[wide] if wide else [] for wide in sight]
+        cells, whole = len(sight), [wide or NOTHING for wide in sight]
         key = view.index, view.width, view.height
-        known = self._looked.get(key)
-        found: list[Rectangle | None] = []
+        known = self._looked.setdefault(key, _Looked(whole, [None] * cells, [0] * cells, [-1] * cells))
+        complete = (known.steps + view.index) % COMPLETE == 0  # views differ, so that steps are alike
+        found: list[list[Rectangle]] = []
         for cell, wide in enumerate(sight):
-            seen = wide
-            if wide is not None and known is not None and known.live is not None and _within(wide, known.sight[cell]):
-                seen = overlap(wide, _tiles(known.live[cell], view))
-            found.append(seen)
-        live = None if known is None else known.live
-        whole = [wide or NOTHING for wide in sight]
-        self._looked[key] = _Looked(whole, live)
-        self._dark += sum(map(area, whole)) - sum(area(seen or NOTHING) for seen in found)
+            live = known.live[cell]
+            if wide is not None and live is not None and not complete and _within(wide, known.sight[cell]):
+                found.append(tiles_around(live, wide))
+            else:
+                found.append([wide] if wide else [])
+                known.lit[cell] = -1
+            known.dark[cell] = area(whole[cell]) - sum(map(area, found[-1]))
+        known.sight, known.steps = whole, known.steps + 1
+        self._dark += sum(known.dark)
         return found
 
     def learn(self, views: Sequence[View], numbers: NDArray[np.int64]) -> None:
         """Record the visible rectangles.
 
         Args:
-            views: of a batch. numbers: [ranks, views, cells, 5], see `Feedback.LIVE`.
+            views: of a batch. numbers: [ranks, views, cells, BANDS, 5], see `Feedback.LIVE`.
         """
-        boxes = numbers[..., :4].max(axis=0)
-        self._flips += int(numbers[..., 4].sum())
-        for view, of_view in zip(views, boxes.tolist(), strict=True):
+        boxes, lights = numbers[..., :4].max(axis=0) * (-1, -1, 1, 1), numbers[..., 4].sum(axis=(0, 3)).tolist()
+        for view, of_view, lit in zip(views, boxes, lights, strict=True):
             looked = self._looked.get((view.index, view.width, view.height))
             if looked is None or len(looked.sight) != len(of_view):  # the cells were rebuilt since
                 continue
-            looked.live = [(-a, -b, c, d) if a > -(1 << 30) else NOTHING for a, b, c, d in of_view]
+            for cell, live in enumerate(of_view):
+                looked.live[cell] = live
+                if looked.dark[cell] == 0:
+                    continue
+                known = looked.lit[cell]
+                more = max(lit[cell] - known, 0) if known >= 0 else 0
+                self._flips += more
+                looked.lit[cell] = min(known, lit[cell]) if known >= 0 else lit[cell]
+                if _FLIPPED * more > looked.dark[cell]:
+                    looked.live[cell] = None
 
     def flips(self) -> tuple[int, int]:
         """Return the numbers of occluded pixels that became visible and of all occluded pixels, since the last call."""
@@ -88,36 +118,38 @@ class Occlusion:
         """Return rows for a checkpoint: one for the cells, then one for each view and cell."""
         rows = [[-1, self._cells]]
         for key, looked in sorted(self._looked.items()):
-            live = looked.live
-            for cell, sight in enumerate(looked.sight):
-                rows.append([*key, cell, *sight, *(() if live is None else live[cell])])
+            columns = zip(looked.sight, looked.live, looked.dark, looked.lit, strict=True)
+            for cell, (sight, live, dark, lit) in enumerate(columns):
+                boxes = [] if live is None else live.reshape(-1).tolist()
+                rows.append([*key, cell, *sight, looked.steps, dark, lit, *boxes])
         return rows
 
     def load_state(self, state: Sequence[Sequence[int]]) -> None:
         """Restore the state that `state` returned."""
         self._looked, self._cells = {}, 0
         for row in state:
-            if row[0] < -1:  # of `--pipeline.exchange`, which earlier versions had
-                continue
-            if row[0] < 0:
+            if len(row) == 2 and row[0] == -1:
                 self._cells = row[1]
+            if len(row) not in (11, 11 + 4 * BANDS):  # of earlier versions
                 continue
-            index, width, height, _, *numbers = row
-            looked = self._looked.setdefault((index, width, height), _Looked([], [] if len(numbers) > 4 else None))
-            looked.sight.append(_rectangle(numbers[:4]))
-            if looked.live is not None:
-                looked.live.append(_rectangle(numbers[4:]))
+            index, width, height, _, *sight, steps, dark, lit = row[:11]
+            looked = self._looked.setdefault((index, width, height), _Looked([], [], [], [], steps))
+            looked.sight.append((sight[0], sight[1], sight[2], sight[3]))
+            looked.live.append(np.array(row[11:]).reshape(BANDS, 4) if len(row) > 11 else None)
+            looked.dark.append(dark)
+            looked.lit.append(lit)
 
 
-def around(wide: Rectangle | None, inner: Rectangle | None) -> list[Rectangle]:
-    """Return the part of a rectangle outside of another one within it, as up to four rectangles."""
-    if wide is None or wide == inner:
+def around(wide: Rectangle | None, inner: Sequence[Rectangle]) -> list[Rectangle]:
+    """Return the part of a rectangle outside of others within it: these are one below the other, top to bottom."""
+    if wide is None:
         return []
-    if inner is None:
-        return [wide]
-    (x0, y0, x1, y1), (left, top, right, bottom) = wide, inner
-    parts = [(x0, y0, x1, top), (x0, bottom, x1, y1), (x0, top, left, bottom), (right, top, x1, bottom)]
-    return [(a, b, c, d) for a, b, c, d in parts if a < c and b < d]
+    x0, y, x1, y1 = wide
+    parts: list[Rectangle] = []
+    for left, top, right, bottom in inner:
+        parts += [(x0, y, x1, top), (x0, top, left, bottom), (right, top, x1, bottom)]
+        y = bottom
+    return [part for part in [*parts, (x0, y, x1, y1)] if area(part) > 0]
 
 
 def _within(wide: Rectangle, known: Rectangle) -> bool:
@@ -125,13 +157,18 @@ def _within(wide: Rectangle, known: Rectangle) -> bool:
     return contains((a - _GROWN, b - _GROWN, c + _GROWN, d + _GROWN), wide)
 
 
-def _tiles(live: Rectangle, view: View) -> Rectangle:
-    """Return the tiles that a rectangle of pixels touches."""
-    x0, y0, x1, y1 = live
-    return (x0 // TILE * TILE, y0 // TILE * TILE, min(-(-x1 // TILE) * TILE, view.width),
-            min(-(-y1 // TILE) * TILE, view.height))  # fmt: skip
-
-
-def _rectangle(numbers: Sequence[int]) -> Rectangle:
-    x0, y0, x1, y1 = numbers
-    return x0, y0, x1, y1
+def tiles_around(live: NDArray[np.int64], wide: Rectangle) -> list[Rectangle]:
+    """Return the tiles within a rectangle that boxes [BANDS, 4] of pixels touch, and one more around each box: of each
+    row of tiles those between the first and the last, as rectangles top to bottom."""
+    x0, y0, x1, y1 = wide
+    boxes = live[live[:, 2] > live[:, 0]]
+    if len(boxes) == 0:
+        return []
+    first, end = boxes[:, :2] // TILE - 1, -(-boxes[:, 2:] // TILE) + 1
+    rows = np.arange(y0 // TILE, -(-y1 // TILE))
+    touched = (first[:, 1:] <= rows) & (rows < end[:, 1:])  # [boxes, rows]
+    left = np.where(touched, first[:, :1] * TILE, x1).min(0).clip(x0)
+    right = np.where(touched, end[:, :1] * TILE, x0).max(0).clip(max=x1)
+    borders = [0, *(1 + np.flatnonzero((np.diff(left) != 0) | (np.diff(right) != 0))).tolist(), len(rows)]
+    found = [(int(left[a]), y0 + a * TILE, int(right[a]), min(y0 + b * TILE, y1)) for a, b in pairwise(borders)]
+    return [rectangle for rectangle in found if area(rectangle) > 0]

@@ -26,8 +26,8 @@ class PixelOptions:
     `ghosts`: sent to the GPUs of all cells that they overlap, which gives the image of one GPU."""
 
     hide: bool = False
-    """Skip a cell in the part of a view where less than 1/1000 of its light was visible when the view was drawn last.
-    Sends less, and may cost quality."""
+    """Draw a cell only in the part of a view to which it contributed 1/1000 or more when the view was drawn last. Sends
+    less, and may cost quality."""
 
     def problem(self) -> str | None:
         """Return the error in the values with its remedy; None if there is none."""

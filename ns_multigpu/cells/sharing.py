@@ -11,8 +11,9 @@ from ns_multigpu.cells.placing import ByCells
 from ns_multigpu.cells.seen import camera_position, tiles_seen
 from ns_multigpu.cells.tree import CellTree
 from ns_multigpu.core.assign.assignment import MOST_KEPT, Assignment, Feedback
-from ns_multigpu.core.assign.image_part import Rectangle
+from ns_multigpu.core.assign.image_part import Rectangle, area
 from ns_multigpu.core.assign.plan import Plan
+from ns_multigpu.core.exchange.fragments import BANDS
 from ns_multigpu.core.types import SSIM_HALO, TILE, Patch, View, sizes_of
 
 MOST_WHOLE = 12_000_000
@@ -51,7 +52,7 @@ class CellPixels(Assignment):
     compare.
 
     Args:
-        space: where the cells are. hide: leave out what is hidden behind other cells (`hiding`).
+        space: where the cells are. hide: leave out parts in which a cell contributed nothing (`occlusion`).
     """
 
     @property
@@ -75,8 +76,8 @@ class CellPixels(Assignment):
 
         `gpus_at_work`: the part of the ranks that draw in a step. `drawing_level`: pixels that ranks draw, mean over
         maximum. `pixels_in_sight`: the part of all cells' pixels in tiles that the cells' boxes touch. `pixels_drawn`:
-        the part that is not occluded either; other pixels are neither drawn nor sent. `hidden_flips`: the part of
-        occluded pixels that turned out to be visible when checked again.
+        the part in which a cell contributed, too; other pixels are neither drawn nor sent. `hidden_flips`: the part of
+        these other pixels that received light when checked again, and had not before.
         """
         seen, self._seen = self._seen, _Seen()
         if seen.steps == 0:
@@ -99,20 +100,24 @@ class CellPixels(Assignment):
         seen_by: list[dict[int, int]] = []
         for position, view in enumerate(views):
             in_sight, front_to_back = self._sight(view)
-            rectangles = self._occlusion.drawn(view, in_sight) if self._hides else in_sight
-            for cell, (wide, seen) in enumerate(zip(in_sight, rectangles, strict=True)):
-                hidden += [Patch(position, *dark, cell=cell) for dark in around(wide, seen)]
             seen_by.append({})
-            for cell, seen in enumerate(rectangles):
-                if seen is not None:
-                    rank, (x0, y0, x1, y1) = space.rank_of(cell), seen
-                    drawn[rank].append(Patch(position, *seen, cell=cell))
-                    seen_by[position][rank] = seen_by[position].get(rank, 0) + (x1 - x0) * (y1 - y0)
+            for cell, (wide, rectangles) in enumerate(zip(in_sight, self.visible(view, in_sight), strict=True)):
+                hidden += [Patch(position, *dark, cell=cell) for dark in around(wide, rectangles)]
+                rank = space.rank_of(cell)
+                drawn[rank] += [Patch(position, *seen, cell=cell) for seen in rectangles]
+                if rectangles:
+                    seen_by[position][rank] = seen_by[position].get(rank, 0) + sum(map(area, rectangles))
             order.append(front_to_back)
         owned = self._owned(views, seen_by, ranks)
         plan = replace(Plan.of(drawn, owned), order=tuple(order), hidden=tuple(hidden), partition=space.tree)
         self._count(plan, views)
         return plan
+
+    def visible(self, view: View, in_sight: Sequence[Rectangle | None]) -> list[list[Rectangle]]:
+        """Return the rectangles of each cell to draw in a view, from that in which it is in sight."""
+        if self._hides:
+            return self._occlusion.drawn(view, in_sight)
+        return [[wide] if wide else [] for wide in in_sight]
 
     def assign_alike(self, views: Sequence[View], ranks: int) -> Plan:
         """Assign patches as `assign` does or, where links are fast and views small, whole views.
@@ -177,11 +182,12 @@ class CellPixels(Assignment):
         return self._space.cells * pixels if pixels <= MOST_WHOLE else 0
 
     def counts(self, batch: int, width: int, height: int) -> int:
-        return 5 * batch * self._space.cells if self._hides else 0
+        return 5 * batch * self._space.cells * BANDS if self._hides else 0
 
     def learn(self, views: Sequence[View], counts: Sequence[int]) -> None:
         if self._hides and all(view.index >= 0 for view in views):
-            self._occlusion.learn(views, np.array(counts, dtype=np.int64).reshape(-1, len(views), self._space.cells, 5))
+            shape = -1, len(views), self._space.cells, BANDS, 5
+            self._occlusion.learn(views, np.array(counts, dtype=np.int64).reshape(shape))
 
     def state(self) -> list[list[int]]:
         return self._occlusion.state()

@@ -20,9 +20,9 @@ class Feedback(Enum):
     the other. Patches must then be bands: as wide as their view, of whole rows of tiles.
     NEEDS: the number of splats each patch needs from each rank: rank after rank, of each its patches in the order of
     `Plan.patches`.
-    LIVE: for views drawn cell by cell, the visible pixels of each cell image: rank after rank, of each view and cell
-    -x0, -y0, x1, y1 of the box around those that the rank owns, and how many of them no rank drew (`Plan.hidden`). See
-    `cuda_ext.live_boxes`.
+    LIVE: for views drawn cell by cell, the visible pixels of each cell image: rank after rank, of each view, cell and
+    band of the view -x0, -y0, x1, y1 of the box around those that the rank owns, and how many of its pixels receive
+    light although no rank drew them (`Plan.hidden`). See `cuda_ext.live_boxes`.
     """
 
     NOTHING = "nothing"

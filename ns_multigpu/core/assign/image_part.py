@@ -62,6 +62,11 @@ def overlap(a: Rectangle, b: Rectangle) -> Rectangle | None:
     return None if is_empty(both) else both
 
 
+def around_both(a: Rectangle, b: Rectangle) -> Rectangle:
+    """Return the smallest rectangle that contains two."""
+    return min(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2]), max(a[3], b[3])
+
+
 def area(rectangle: Rectangle) -> int:
     """Return the number of pixels of a rectangle; 0 if it is empty."""
     x0, y0, x1, y1 = rectangle

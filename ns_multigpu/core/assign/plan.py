@@ -16,7 +16,7 @@ class Plan:
             overlap, so a plan gives the sizes of its views. The same as `drawn`, unless the strategy exchanges pixels.
         order: [view] its cells, front to back, if views are drawn cell by cell: `drawn` patches may then overlap, and
             need not cover a view. Empty otherwise.
-        hidden: occluded rectangles of cells that are in sight and not drawn; their transmittance is still measured.
+        hidden: rectangles of cells that are in sight and not drawn; transmittance in front is still measured.
         partition: the cells of space, if views are drawn cell by cell: prepared state holds their planes.
     """
 

@@ -31,7 +31,7 @@ from ns_multigpu.core.assign.plan import Plan
 from ns_multigpu.core.dist.collectives import all_gather_ints, all_to_all_parts, exchange_rows
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.boundary_rows import CellRegions, clipped
-from ns_multigpu.core.exchange.fragments import Routes, routes_of
+from ns_multigpu.core.exchange.fragments import BANDS, Routes, routes_of
 from ns_multigpu.core.exchange.legs import PixelLeg
 from ns_multigpu.core.exchange.peer_pixels import PeerPixels
 from ns_multigpu.core.exchange.pixel_operators import OwnedPixels, PixelOperators
@@ -201,7 +201,7 @@ class CompositePixels(PixelLeg):
         received = torch.cat([tied[0], anchor.new_zeros(routes.dark, 4 + deep)])
         out, alpha, before = composite_fragments(received, routes.layers, routes.sizes)
         if self.feedback is not None and torch.is_grad_enabled():
-            mine = live_numbers(before.detach(), routes, plan).tolist()
+            mine = live_numbers(received[:, -1].detach(), before.detach(), routes, plan).tolist()
             self.feedback(views, [n for row in all_gather_ints(mine, world) for n in row])
         owned: list[Pixels] = []
         start = 0
@@ -219,24 +219,22 @@ MOST_NUMBERS = 5
 """Numbers of an exchanged pixel at most: colour, depth and alpha."""
 
 LIVE = 1e-3
-"""Minimum transmittance at a pixel of a cell image for the image to be drawn there. Behind an opaque cell it is 0."""
+"""Minimum contribution of a cell image's pixel, transmittance in front of it times alpha, for the image to be drawn."""
 
 
-def live_numbers(before: Tensor, routes: Routes, plan: Plan) -> Tensor:
-    """Return this rank's `Feedback.LIVE` numbers: [views * cells * 5] int64.
+def live_numbers(alpha: Tensor, before: Tensor, routes: Routes, plan: Plan) -> Tensor:
+    """Return this rank's `Feedback.LIVE` numbers: [views * cells * BANDS * 5] int64.
 
     Args:
-        before: [N] transmittance at each cell image's pixel (see `composite_fragments`); pixels that no rank draws are
-            last.
+        alpha: [N] of each cell image's pixel, negative where drawing stopped; 0 for pixels that no rank draws, which
+            are last.
+        before: [N] transmittance in front of it (see `composite_fragments`).
     """
-    slots = len(plan.order) * len(plan.order[0])
-    boxes = live_boxes(before, routes.watched, slots, LIVE)
+    slots = len(plan.order) * len(plan.order[0]) * BANDS
+    boxes = live_boxes(before * alpha.abs(), routes.watched, slots, LIVE)
     dark = [n for k in range(0, len(routes.watched), 6) for n in routes.watched[k : k + 6]
             if routes.watched[k + 1] >= routes.received]  # fmt: skip
-    if dark:
-        boxes[:, 4] = live_boxes(before, dark, slots, LIVE)[:, 4]
-    else:
-        boxes[:, 4] = 0
+    boxes[:, 4] = live_boxes(before, dark, slots, LIVE)[:, 4] if dark else 0
     return boxes.view(-1)
 
 
@@ -352,7 +350,7 @@ class CompositeOperators(PixelOperators):
         blended, alpha, before = composite_fragments(received, routes.layers, routes.sizes)
         self._now = plan, views, wire, received, before, drawn.alpha
         if self._watches:
-            self._live.append(live_numbers(before, routes, plan))
+            self._live.append(live_numbers(received[:, -1], before, routes, plan))
         return OwnedPixels(blended, alpha, None)
 
     def live(self) -> Tensor:

@@ -12,7 +12,15 @@ import torch
 
 from ns_multigpu.core.assign.image_part import Rectangle, area, overlap
 from ns_multigpu.core.assign.plan import Plan
-from ns_multigpu.core.types import Sizes, View, sizes_of
+from ns_multigpu.core.types import TILE, Sizes, View, sizes_of
+
+BANDS = 16
+"""Bands of a view at most, each of which has its own box of a cell's visible pixels (`Feedback.LIVE`)."""
+
+
+def band_height(height: int) -> int:
+    """Return the height in pixels of all bands but the last of a view: whole rows of tiles."""
+    return -(-height // (TILE * BANDS)) * TILE
 
 
 @dataclass(frozen=True)
@@ -95,8 +103,9 @@ class Routes:
             send buffer (or among local ones), and its first pixel among returned (or local) gradients, -1 for a halo's.
         layers: 7 ints per received fragment, by patch, front to back: the patch, x0, y0, x1, y1 there, the first pixel
             in the receive buffer, the first pixel of its gradients or -1.
-        watched: 6 ints per fragment of the patch's own pixels, drawn or not: its view and cell as one number (view *
-            cells + cell), its first pixel in the receive buffer, x0 and y0 in the view, its width and height.
+        watched: 6 ints per fragment of the patch's own pixels, drawn or not, and band of the view: its view, cell and
+            band as one number ((view * cells + cell) * `BANDS` + band), its first pixel in the receive buffer, x0 and
+            y0 in the view, its width and height.
         dark: empty pixels that no rank draws, last in the receive buffer.
         sizes: width and height of each rendered patch that this rank owns.
         drawn: pixels that this rank draws.
@@ -180,7 +189,11 @@ def _routes(plan: Plan, sizes: Sizes, rank: int) -> Routes:
             back = back if piece.source is not None else -1
             layers += [piece.target[1], x0 - left, y0 - top, x1 - left, y1 - top, first, back]
             if piece.own:
-                watched += [patch.view * cells + piece.cell, first, x0, y0, x1 - x0, y1 - y0]
+                high = band_height(views[patch.view].height)
+                for band in range(y0 // high, -(-y1 // high)):
+                    top, bottom = max(y0, band * high), min(y1, (band + 1) * high)
+                    slot = (patch.view * cells + piece.cell) * BANDS + band
+                    watched += [slot, first + (top - y0) * (x1 - x0), x0, top, x1 - x0, bottom - top]
     wide = [patch.rendered(views[patch.view]) for patch in plan.owned[rank]]
     sizes_ = tuple(n for x0, y0, x1, y1 in wide for n in (x1 - x0, y1 - y0))
     return Routes(
