@@ -205,7 +205,7 @@ SCHEMAS: tuple[str, ...] = (
     "bool moves) -> (Tensor by_positions, Tensor v_table)",
     "live_boxes(Tensor before, int[] fragments, int slots, float least) -> Tensor boxes",
     # On the host alone: a batch is planned while the device works.
-    "assign_patches(Tensor counts, Tensor totals, Tensor sent, Tensor? start, float alpha, float beta, float gamma, "
+    "assign_patches(Tensor counts, Tensor totals, Tensor sent, float alpha, float beta, float gamma, "
     "float delta, int power, int most_swaps, float seconds) -> (Tensor ranks, Tensor summary)",
     # On the host alone: one rank counts for all.
     "patch_counts(Tensor points, int size, Tensor boxes, Tensor labels, int num_labels, Tensor viewmats, "

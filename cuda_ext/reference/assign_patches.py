@@ -43,13 +43,12 @@ def objective(
 
 
 def assign_patches(
-    counts: Tensor, totals: Tensor, sent: Tensor, start: Tensor | None, alpha: float, beta: float, gamma: float,
-    delta: float, power: int, most_swaps: int, seconds: float,
+    counts: Tensor, totals: Tensor, sent: Tensor, alpha: float, beta: float, gamma: float, delta: float, power: int,
+    most_swaps: int, seconds: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `cuda_ext.ops.exchange.assign_patches.assign_patches`."""
     began, weights = time.monotonic(), (alpha, beta, gamma, delta)
-    ranks = torch.tensor(least_transport(counts)) if start is None else start.clone()
-    ranks = ranks.long()
+    ranks = torch.tensor(least_transport(counts), dtype=torch.int64)
 
     def value(chosen: Tensor) -> float:
         return objective(counts, totals, sent, chosen, weights, power)

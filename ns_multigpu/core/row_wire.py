@@ -29,6 +29,19 @@ class WireSegments:
         """Return the first line of a segment among the rows of all."""
         return sum(self.capacities[:source])
 
+    def filled(self, wire: Tensor, counts: Sequence[int], words: int) -> list[Tensor]:
+        """Return the part of each segment that rows fill, [words, rows]; no rows of a local segment.
+
+        Args:
+            wire: [words] int32. counts: [ranks] rows; more than a capacity count as the capacity. words: of a row.
+        """
+        of_ranks = zip(self.starts, counts, self.capacities, strict=True)
+        return [
+            wire[:0].view(words, 0) if start == LOCAL
+            else wire[start : start + words * capacity].view(words, capacity)[:, :count]
+            for start, count, capacity in of_ranks
+        ]  # fmt: skip
+
 
 class RowWire(ABC):
     """Wire format of a primitive's rows and gradients; each is `words` columns of a segment.

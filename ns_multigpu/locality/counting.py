@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cuda_ext.ops.project.patch_counts import patch_counts
+from ns_multigpu.core.step.step_settings import HALO
 from ns_multigpu.core.types import View
 from ns_multigpu.locality.groups import Groups
 from ns_multigpu.locality.patches import cuts, patches_of
@@ -21,6 +22,8 @@ _AT_ONCE = 1 << 25
 
 class PatchCounter:
     """Counter of a sample's points in patches of views. A point counts by its centre, in all halos that hold it.
+
+    Halos are those of fused steps. The smaller ones of ordinary steps would leave out splats whose centre is outside.
 
     Args:
         groups: of the sample, with boxes. means: [S, 3] world coordinates. far: largest depth that views draw.
@@ -53,7 +56,7 @@ class PatchCounter:
     def _count(self, views: Sequence[View], factor: int, labels: Tensor, num_labels: int) -> Tensor:
         sides = [(_padded(view.width, factor), _padded(view.height, factor)) for view in views]
         columns, rows = (torch.tensor(side, dtype=torch.int32) for side in zip(*sides, strict=True))
-        halos = torch.tensor([patches_of(view, 0, factor)[0][1].halo for view in views], dtype=torch.int32)
+        halos = torch.tensor([HALO * (len(patches_of(view, 0, factor)) > 1) for view in views], dtype=torch.int32)
         Ks = torch.stack([view.K for view in views]).float().cpu()
         lenses = torch.stack([Ks[:, 0, 0], Ks[:, 1, 1], Ks[:, 0, 2], Ks[:, 1, 2]], dim=1)
         poses = torch.stack([view.viewmat for view in views]).float().cpu()

@@ -1,7 +1,8 @@
 """Ownership of groups of points: over machines first, then over each machine's GPUs (section 4.2.1).
 
 Groups are placed on the machines of the views that show them. METIS cuts the graph of groups and views, with points
-balanced for memory and visible points for work. A view then needs few machines. Within them its points would be
+balanced for memory and visible points for work. Where ranges of the Z-order send less, they are used. A view then needs
+few machines. Within them its points would be
 unbalanced: METIS cuts regions, so one GPU would have most of a view's work. So within a machine, where links are fast,
 groups are distributed. Of each run of neighbours along the Z-order every GPU gets one group. The choice keeps every
 view's points balanced over the GPUs (least sum of squares over views, run by run). All GPUs hold equally many groups.
@@ -13,8 +14,10 @@ from typing import TypeAlias
 
 import numpy as np
 import scipy  # its parts are loaded when they are first asked for
+import torch
 from numpy.typing import NDArray
 
+from cuda_ext.ops.exchange.assign_patches import assign_patches
 from ns_multigpu.locality.graph import SeenGraph
 from ns_multigpu.locality.metis import missing, part_graph
 
@@ -118,6 +121,21 @@ def ranges(graph: SeenGraph, parts: int, notes: list[str]) -> Ints:
     return np.maximum(of, parts - (graph.groups - places))
 
 
+def least_sent(graph: SeenGraph, parts: int, notes: list[str]) -> Ints:
+    """Place groups by METIS, or by balanced ranges where views then need fewer points from other parts.
+
+    Every part draws equally many views, as in a step.
+    """
+
+    def local(of: Ints) -> float:
+        counts = torch.from_numpy(graph.by_rank(of, parts))
+        return float(counts.gather(1, assign_patches(counts, most_swaps=0).ranks[:, None]).sum())
+
+    level = ranges(graph, parts, notes)
+    _level(graph, level, graph.by_rank(level, parts).argmax(1), parts, IMBALANCE)
+    return max(by_metis(graph, parts, notes), level, key=local)
+
+
 def round_robin(graph: SeenGraph, parts: int, notes: list[str]) -> Ints:
     """Distribute groups so that views stay balanced: each run of `parts` neighbours gives one group to every part."""
     by_group = graph.seen.T.tocsr()
@@ -138,7 +156,7 @@ def round_robin(graph: SeenGraph, parts: int, notes: list[str]) -> Ints:
 
 
 def partition(
-    graph: SeenGraph, machines: int, per_machine: int, across: Place = by_metis, within: Place = round_robin
+    graph: SeenGraph, machines: int, per_machine: int, across: Place = least_sent, within: Place = round_robin
 ) -> PlacedGroups:
     """Place groups on machines, then each machine's groups on its ranks.
 

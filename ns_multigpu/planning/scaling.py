@@ -17,8 +17,6 @@ PLAN_MS, PLAN_RANKS, PLAN_POWER = 26.8, 32, 2.18
 (`_SIM`, aerial)."""
 COUNT_MS = 0.18
 """Milliseconds of one core for counting a view's 16 patches in a sample of 4 million points (`_SIM`)."""
-LEAST_ROWS = 1024
-"""Least capacity of a pair of ranks, rows (`step_settings.padded`)."""
 REGIONS = {"aerial": (3.64 - 1.03, 0.609 - 0.076), "street-far-plane": (3.89 - 1.05, 0.596 - 0.151)}
 """Regions of METIS within a machine compared with round-robin: how much more of the mean the busiest GPU draws, and the
 fraction of all exchanged rows that they save (`_SIM`)."""
@@ -33,7 +31,6 @@ class Scale:
         counting_s: CPU seconds of counting for a placement, on rank 0.
         needs_bytes: what each patch of each training view needs from each rank, on every rank and in checkpoints.
         peers, flat_peers: ranks that a rank sends to in a step, with forwarding and without.
-        padding_bytes, flat_padding_bytes: least bytes that a rank sends in a step, whatever is seen.
         image_bytes: of training images on a rank.
         rank_checkpoint_bytes, checkpoint_bytes: of one rank, and of all.
     """
@@ -43,8 +40,6 @@ class Scale:
     needs_bytes: int
     peers: int
     flat_peers: int
-    padding_bytes: int
-    flat_padding_bytes: int
     image_bytes: float
     rank_checkpoint_bytes: float
     checkpoint_bytes: int
@@ -54,15 +49,12 @@ def scale_of(workload: Workload, captured: int) -> Scale:
     """Return the costs of a run with so many training views, of 3 bytes a pixel."""
     ranks, saved = workload.gpus, checkpoint_bytes(workload)
     peers, flat = workload.per_machine - 1 + workload.machines - 1, ranks - 1
-    least = LEAST_ROWS * (WIRE_BYTES + GRADIENT_BYTES)
     return Scale(
         plan_ms=PLAN_MS * (ranks / PLAN_RANKS) ** PLAN_POWER,
         counting_s=COUNT_MS * captured / 1e3,
         needs_bytes=4 * captured * PATCHES * ranks,
         peers=peers,
         flat_peers=flat,
-        padding_bytes=peers * least,
-        flat_padding_bytes=flat * least,
         image_bytes=3 * workload.pixels * captured / ranks,
         rank_checkpoint_bytes=saved / ranks,
         checkpoint_bytes=saved,

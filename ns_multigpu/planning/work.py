@@ -25,10 +25,6 @@ TILE = 16
 """Side of a tile, and rows of pixels of a band's halo."""
 CAPACITY_FACTOR = 1.25
 """Ratio of capacities to measured counts (`step_settings.padded`)."""
-PAIRS = 1.43
-"""Ratio of the largest message between two ranks to the mean: collectives send full capacities (limited-links-h100.md:
-148 MB per step of `tile`).
-"""
 UNEVEN = 2.0
 """Ratio of the largest exchanged segment to an equal share. Assumed."""
 PATCHES, HALO = 4, 5
@@ -152,7 +148,7 @@ class Share:
         updated: rows whose gradients update its points.
         touched: points with any of these rows.
         traffic: bytes received from other ranks, forward and backward.
-        traffic_padded: the same by collectives, which send less of a row, but full capacities.
+        traffic_padded: the same by collectives, which send less of a row; `batch` sends full capacities.
         between: fraction of the traffic that comes from other machines.
         layers: pixels of cell images that it composites (`pixel`); 0 if pixels are local.
     """
@@ -229,7 +225,7 @@ def _share(strategy: str, workload: Workload) -> Share:
     return Share(
         ceil(workload.points / ranks), workload.views, rows, received_rows, drawn, drawn * workload.tiles,
         min(workload.pixels * part * halo, float(workload.pixels * workload.views)), rows, exchanged_bytes * drawn,
-        CAPACITY_FACTOR * PAIRS * (WIRE_BYTES + GRADIENT_BYTES) * (ranks - 1) / ranks * drawn, off_machine,
+        (WIRE_BYTES + GRADIENT_BYTES) * (ranks - 1) / ranks * drawn, off_machine,
     )  # fmt: skip
 
 
@@ -303,7 +299,7 @@ def _locality(workload: Workload) -> Share:
         ceil(workload.points / ranks * level.holds), workload.views, seen * part * level.sends,
         min(UNEVEN * drawn, seen * workload.views) if ranks > 1 else drawn, drawn, drawn * workload.tiles,
         each * (width + halo) * (height + halo), seen * part * level.sends, 2 * RECORD_BYTES * busiest,
-        CAPACITY_FACTOR * PAIRS * (WIRE_BYTES + GRADIENT_BYTES) * busiest, off_machine,
+        (WIRE_BYTES + GRADIENT_BYTES) * busiest, off_machine,
     )  # fmt: skip
 
 

@@ -132,15 +132,6 @@ def test_budgets_end_the_search() -> None:
     assert assign_patches(counts, seconds=1e-9).swaps == 0
 
 
-def test_given_start_is_used_and_improved() -> None:
-    counts = torch.tensor([[10.0, 0], [10, 0], [10, 0], [0, 1]], dtype=torch.float64)
-    kept = assign_patches(counts, start=torch.tensor([0, 1, 0, 1]), alpha=1, beta=0, gamma=0, delta=0)
-    assert kept.swaps == 0, "two and two: every move would be a swap"
-    odd = torch.tensor([[10.0, 0], [10, 0], [0, 9]], dtype=torch.float64)
-    moved = assign_patches(odd, start=torch.tensor([1, 0, 1]), alpha=1, beta=0, gamma=0, delta=0)
-    assert moved.ranks.tolist() == [0, 0, 1]
-
-
 def test_machines_are_assigned_first() -> None:
     """A patch whose points are on all GPUs of one machine is drawn there, even if another machine's GPU has more."""
     generator = np.random.default_rng(4)

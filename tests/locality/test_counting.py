@@ -1,8 +1,11 @@
 """Counts of what views show: of groups, and of each patch from each rank, are those of each point by itself."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
+from ns_multigpu.core.step.step_settings import HALO
 from ns_multigpu.core.types import View
 from ns_multigpu.locality import counting
 from ns_multigpu.locality.counting import PatchCounter
@@ -33,7 +36,8 @@ def test_counts_are_those_of_each_point(monkeypatch: object) -> None:
 
         of_group[v] = torch.bincount(group[within((0, 0, view.width, view.height))], minlength=len(groups)).numpy()
         for number, patch in patches_of(view, 0, FACTOR):
-            shown = torch.from_numpy(owners)[group[within(patch.rendered(view))]]
+            drawn = replace(patch, halo=HALO if patch.halo else 0)
+            shown = torch.from_numpy(owners)[group[within(drawn.rendered(view))]]
             of_rank[v, number] = torch.bincount(shown, minlength=4).numpy()
     assert (of_group.sum(1) > 20).sum() >= 3
     for at_once in (counting._AT_ONCE, 1):  # one view after the other

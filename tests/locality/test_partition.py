@@ -44,6 +44,15 @@ def test_metis_keeps_views_together_and_work_level() -> None:
     assert shares(np.bincount(view_owners, weights=graph.view_work(), minlength=4)) < 1.25
 
 
+def test_ranges_are_used_where_metis_would_send_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = plain(32, 400)
+    assert np.array_equal(partition(graph, 4, 1).ranks, partition(graph, 4, 1, by_metis).ranks)
+    monkeypatch.setattr(module, "by_metis", at_random)
+    placed = partition(graph, 4, 1)
+    assert cross_share(graph, placed) < 1.1 * cross_share(graph, partition(graph, 4, 1, ranges))
+    assert shares(np.bincount(placed.ranks, weights=graph.points)) <= 1.06, "levelled"
+
+
 def test_dealing_levels_each_view_and_metis_does_not() -> None:
     graph = plain(32, 400)
 
@@ -94,7 +103,7 @@ def test_images_are_held_where_most_of_their_view_is() -> None:
 def test_ranges_replace_metis_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "missing", lambda: "pymetis cannot be imported (no such thing): `pip install pymetis`")
     graph = plain()
-    placed = partition(graph, 2, 4)
+    placed = partition(graph, 2, 4, by_metis)
     assert len(placed.notes) == 1 and "pip install pymetis" in placed.notes[0] and "Z-order" in placed.notes[0]
     assert np.array_equal(placed.ranks // 4, partition(graph, 2, 4, across=ranges).ranks // 4)
 

@@ -78,7 +78,7 @@ def test_each_machine_has_the_town_that_its_views_see() -> None:
     )
     needed = access.of(0)
     assert needed is not None and needed[:, 2 * int(second[0])].sum() == 0, "nothing from the other machine"
-    assert POINTS / 2 <= needed.sum() <= POINTS, "all of the town; what is in two halos counts twice"
+    assert POINTS / 2 <= needed.sum() <= 1.5 * POINTS, "all of the town; what is in two halos counts twice"
     level = needed[:, 2 * int(first[0]) : 2 * int(first[0]) + 2].sum(0)
     assert level.max() < 1.2 * level.mean(), "in a single view, too"
 
@@ -193,7 +193,7 @@ def test_a_large_model_is_placed_by_a_sample(monkeypatch: pytest.MonkeyPatch) ->
     machines = torch.bincount(owners[where[:, 0] < 0] // 2, minlength=2)
     assert machines.min() <= 32, "one group at most lies in both towns"
     needed = access.of(0)
-    assert needed is not None and 0.9 * POINTS / 2 < needed.sum() < POINTS, "a point of the sample stands for all"
+    assert needed is not None and 0.9 * POINTS / 2 < needed.sum() < 1.5 * POINTS, "a point of the sample stands for all"
 
 
 def placed(machines: int, world: World) -> list[Any]:

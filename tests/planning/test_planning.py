@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.exchange.pair_capacities import step_bytes
 from ns_multigpu.core.exchange.replicated_rows import OwnRows, ReplicatedRows
 from ns_multigpu.core.exchange.transports import CollectiveRows, PeerRows
 from ns_multigpu.core.step.step import Step
@@ -25,7 +24,6 @@ from ns_multigpu.planning.work import (
     CROSSES,
     GRADIENT_BYTES,
     IN_SIGHT,
-    PAIRS,
     STRATEGIES,
     VISIBLE,
     WIRE_BYTES,
@@ -165,9 +163,7 @@ def test_row_bytes_of_collectives_are_counted() -> None:
     wire = replace(KERNELS, absgrad=True).wire(half=False, slots=False)
     assert (4 * wire.row_words, 4 * wire.gradient_words) == (WIRE_BYTES, GRADIENT_BYTES)
     one = share("tile", Workload(4_000_000, 1920, 1080, views=4, gpus=4))
-    rows = CAPACITY_FACTOR * PAIRS * one.drawn / 4
-    pairs = tuple(tuple(0 if a == b else int(rows) for b in range(4)) for a in range(4))
-    assert one.traffic_padded == pytest.approx(step_bytes(pairs, 0, WIRE_BYTES, GRADIENT_BYTES, 0), rel=1e-3)
+    assert one.traffic_padded == pytest.approx(3 * (WIRE_BYTES + GRADIENT_BYTES) * one.drawn / 4)
 
 
 def test_memory_of_the_measured_scenes() -> None:

@@ -19,7 +19,7 @@ from ns_multigpu.locality.rules import Access
 from ns_multigpu.planning import command, rates, simulated
 from ns_multigpu.planning.memory import MOST_SAMPLED, memory, most_points
 from ns_multigpu.planning.pace import pace, traffic
-from ns_multigpu.planning.work import CAPACITY_FACTOR, HALO, PAIRS, PATCHES, Workload, share
+from ns_multigpu.planning.work import HALO, PATCHES, Workload, share
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -70,17 +70,17 @@ def test_constants_are_those_of_the_code() -> None:
 
 
 def test_bytes_of_tile_between_machines() -> None:
-    """Of 20,000 rows of a GPU, drawn uncut, half come from the other machine, with `ROOM * PAIRS`: 48 bytes there,
-    44 back; 3/8 from the other three GPUs of its own. Of what has crossed these three hand on three quarters."""
+    """Of 20,000 rows of a GPU, drawn uncut, half come from the other machine: 48 bytes there, 44 back. 3/8 come from
+    the other three GPUs of its own. Of what has crossed these three forward three quarters."""
     found = traffic("tile", RUN)
-    assert found.between == pytest.approx(4 * CAPACITY_FACTOR * PAIRS * 20_000 * 0.5 * 92)
-    assert found.inside == pytest.approx(CAPACITY_FACTOR * PAIRS * 20_000 * (3 / 8 + 0.5 * 3 / 4) * 92)
+    assert found.between == pytest.approx(4 * 20_000 * 0.5 * 92)
+    assert found.inside == pytest.approx(20_000 * (3 / 8 + 0.5 * 3 / 4) * 92)
 
 
 def test_bytes_of_locality_between_machines() -> None:
     """88.3 % less than half of all rows cross, and 2.8 % less than seven eighths leave their GPU; the busiest has 1.23
     times the mean."""
-    found, rows = traffic("locality", RUN), CAPACITY_FACTOR * PAIRS * 1.23 * 20_000 * 92
+    found, rows = traffic("locality", RUN), 1.23 * 20_000 * 92
     between_machines = 0.5 * 0.117  # of what would go to each GPU that needs it; relays save 5.8 % of it
     assert found.between == pytest.approx(4 * rows * between_machines * (1 - 0.058))
     assert found.inside == pytest.approx(rows * (7 / 8 * 0.972 - between_machines + 3 / 4 * between_machines))

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ns_multigpu.core.step.step_settings import padded
 from ns_multigpu.planning.rates import PEER
-from ns_multigpu.planning.scaling import LEAST_ROWS, REGIONS, regions_pay_below, scale_of
+from ns_multigpu.planning.scaling import REGIONS, regions_pay_below, scale_of
 from ns_multigpu.planning.work import Workload, usual_tiles
 
 PAGE = Path(__file__).parents[2] / "docs" / "internals" / "scaling.md"
@@ -31,8 +30,6 @@ def test_the_pages_table() -> None:
         "needs of all patches, GB": [f"{s.needs_bytes / 1e9:.2f}" for s in found],
         "ranks that a rank sends to": [f"{s.peers}" for s in found],
         "the same without forwarding": [f"{s.flat_peers:,}" for s in found],
-        "least bytes sent in a step, MB": [f"{s.padding_bytes / 1e6:.1f}" for s in found],
-        "the same without forwarding, MB": [f"{s.flat_padding_bytes / 1e6:.1f}" for s in found],
         "images of a rank, GB": [f"{s.image_bytes / 1e9:.1f}" for s in found],
         "checkpoint of a rank, GB": [f"{s.rank_checkpoint_bytes / 1e9:.1f}" for s in found],
     }.items():
@@ -43,10 +40,6 @@ def test_a_plan_takes_what_was_measured() -> None:
     """Simulated, aerial: 32, 64 and 128 ranks with two views a rank."""
     for ranks, measured in ((32, 26.8), (64, 120.2), (128, 550.1)):
         assert scale_of(run(ranks), VIEWS).plan_ms == pytest.approx(measured, rel=0.02)
-
-
-def test_the_least_capacity_is_a_steps() -> None:
-    assert padded(0) == LEAST_ROWS
 
 
 def test_round_robin_is_right_within_a_machine() -> None:

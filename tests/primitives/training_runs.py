@@ -189,12 +189,26 @@ def check_counts(one: Step, status: Status) -> None:
 
 
 def check_traffic(one: Step, world: World, reported: int, run: TrainingRun) -> None:
-    """Fail unless a step by collectives has sent the bytes of its messages."""
-    if isinstance(one._transport, CollectiveRows):
-        assert run.by_sort or reported == (one._transport.step_bytes if world.size > 1 else 0)
-    if isinstance(one._transport, HierarchicalRows):
-        crossed = world.traffic.between_since("step")
-        assert (reported - crossed, crossed) == one._transport.step_bytes
+    """Fail unless a step by collectives has sent its rows, their gradients, counts and statistics, and nothing else."""
+    carried, counts = one._transport, one._forward.counts
+    statistics = 8 * carried.words * (world.size - 1)
+    if isinstance(carried, CollectiveRows) and not run.by_sort:
+        wire, others = carried._format, world.size - 1
+        rows = (counts, carried._out_rows, wire.row_words), (
+            carried._received_counts, carried._received_rows, wire.gradient_words
+        )  # fmt: skip
+        assert reported == sum(bytes_of(*way) for way in rows) + 8 * others + statistics
+    if isinstance(carried, HierarchicalRows):
+        wire, sent = carried._between, counts[world.local_size : carried.num_destinations]
+        rows = (sent, carried._out_rows, wire.row_words), (carried._in_counts, carried._in_rows, wire.gradient_words)
+        ring = statistics if world.local_rank == world.local_size - 1 else 0
+        crossed = sum(bytes_of(*way) for way in rows) + 8 * (world.machines - 1) + ring
+        assert world.traffic.between_since("step") == crossed
+
+
+def bytes_of(counts: torch.Tensor, capacities: Sequence[int], words: int) -> int:
+    """Return the bytes of rows of `words` words: as many as were counted, at most the capacity."""
+    return 4 * words * sum(map(min, counts.tolist(), capacities))
 
 
 def taken(world: World, run: TrainingRun) -> Outcome:

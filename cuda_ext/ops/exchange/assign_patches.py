@@ -35,7 +35,6 @@ def assign_patches(
     counts: Tensor,
     totals: Tensor | None = None,
     sent: Tensor | None = None,
-    start: Tensor | None = None,
     *,
     alpha: float = 1.0,
     beta: float = 1.0,
@@ -63,7 +62,6 @@ def assign_patches(
         totals: [P] float64, all points that a patch needs; counts' sums unless given. Among the ranks of one machine
             they include what comes from other machines.
         sent: [R] float64, points that a rank sends whatever is decided here; none unless given.
-        start: [P] int64 ranks to start from; the exact assignment unless given.
         alpha, beta, gamma, delta: weights, not negative.
         power: p of the norms, one of `POWERS`: the greater, the more the busiest rank counts.
         most_swaps: after which the search ends.
@@ -83,10 +81,6 @@ def assign_patches(
     for name, tensor in (("counts", counts), ("totals", totals), ("sent", sent)):
         if not bool(((tensor >= 0) & tensor.isfinite()).all()):
             raise ValueError(f"{name} must be numbers of points: finite and not negative.")
-    if start is not None:
-        check_tensors(torch.int64, cpu, start=(start, (patches,)))
-        if patches and not 0 <= int(start.min()) <= int(start.max()) < ranks:
-            raise ValueError(f"start must name ranks in 0..{ranks - 1}.")
     weights = {"alpha": alpha, "beta": beta, "gamma": gamma, "delta": delta, "seconds": seconds}
     for name, value in weights.items():
         if not 0 <= value < float("inf"):
@@ -96,6 +90,6 @@ def assign_patches(
     if most_swaps < 0:
         raise ValueError(f"most_swaps must not be negative, got {most_swaps}.")
     op = torch.ops.ns_multigpu.assign_patches if load_native() else reference.assign_patches
-    chosen, summary = op(counts, totals, sent, start, alpha, beta, gamma, delta, power, most_swaps, seconds)
+    chosen, summary = op(counts, totals, sent, alpha, beta, gamma, delta, power, most_swaps, seconds)
     before, after, swaps, converged = summary.tolist()
     return AssignedPatches(chosen, before, after, int(swaps), bool(converged))

@@ -3,7 +3,6 @@
 All accept empty tensors. Numbers of rows may differ by rank.
 """
 
-
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -267,6 +266,21 @@ def all_to_all_parts(
     return cast(
         Any, dist.all_to_all_single(out, x, list(receive), list(send), group=world.group, async_op=async_op)
     )
+
+
+def all_to_all_segments(into: Sequence[Tensor], out: Sequence[Tensor], world: World) -> None:
+    """All-to-all of segments of any shape and place, without waiting.
+
+    Args:
+        into, out: [ranks] segments from, and for, each rank; those of this rank are empty. What rank a sends to b has
+            as many numbers as what b receives from a.
+    """
+    receive, send = ([one.numel() for one in segments] for segments in (into, out))
+    sent = torch.cat([one.reshape(-1) for one in out])
+    received = sent.new_empty(sum(receive))
+    all_to_all_parts(received, sent, receive, send, world)
+    for segment, values in zip(into, received.split(receive), strict=True):
+        segment.copy_(values.view(segment.shape))
 
 
 def _count_ring(count: int, world: World) -> None:

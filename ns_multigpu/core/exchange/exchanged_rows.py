@@ -1,7 +1,7 @@
 """Differentiable exchange of splats, from the owners of points to the ranks whose patches they overlap.
 
 Operators, transports and wires are those of fused steps. What differs: rows have any columns (`ColumnRows`), and the
-host knows the sizes of all segments, because autograd reads counts back once a step.
+host knows the sizes of all segments beforehand, because autograd reads counts back.
 """
 
 from collections.abc import Mapping, Sequence

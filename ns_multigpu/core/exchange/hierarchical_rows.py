@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cuda_ext.ops.exchange.row_exchange import MOST_RANKS, route_lines
 from cuda_ext.ops.exchange.row_wire import MOST_SEGMENTS
-from ns_multigpu.core.dist.collectives import all_gather_into, all_to_all_parts
+from ns_multigpu.core.dist.collectives import all_gather_into, all_to_all_parts, all_to_all_segments
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.hierarchy import Hierarchy
 from ns_multigpu.core.exchange.intra_node import IntraNodeCollectives, IntraNodePeerMemory
@@ -63,13 +63,12 @@ class HierarchicalRows(RecordTransport):
         self._within_rows = [[hierarchy.sent_within(self.pairs, source, target) for target in here] for source in here]
         self._received_rows = hierarchy.received(self.pairs, world.rank)
         self.lines = max(self._received_rows)
-        # Between machines: a count and the rows for each machine; the sent ones, then the received ones.
+        # Between machines: the rows for each machine; the sent ones, then the received ones.
         wide = self._between.row_words
-        self._out_words = [wide * n + 1 if k != world.machine else 0 for k, n in enumerate(self._out_rows)]
-        self._in_words = [wide * n + 1 if k != world.machine else 0 for k, n in enumerate(self._in_rows)]
-        self._wire = torch.zeros(sum(self._out_words) + sum(self._in_words), dtype=torch.int32, device=device)
-        self._out_segments = self._machine_segments(self._out_rows, 0, wide, 1)
-        self._in_segments = self._machine_segments(self._in_rows, sum(self._out_words), wide, 1)
+        self._in_at = wide * sum(self._out_rows)
+        self._wire = torch.zeros(self._in_at + wide * sum(self._in_rows), dtype=torch.int32, device=device)
+        self._out_segments = self._machine_segments(self._out_rows, 0, wide)
+        self._in_segments = self._machine_segments(self._in_rows, self._in_at, wide)
         # Within the machine: for each rank counts by machine, and the rows; the received ones, then the sent ones.
         full = self._within.row_words
         own = world.local_rank
@@ -90,10 +89,7 @@ class HierarchicalRows(RecordTransport):
         self._to = [self._rank_segments(rows, starts_out[b], b, full) for b, rows in enumerate(self._within_rows[own])]
         self._received_segments = self._by_owner(self._from)
         # Positions of the counts.
-        others = [k for k in machines if k != world.machine]
-        self._out_counts_at = self._indices([self._out_segments.starts[k] - 1 for k in others])
-        self._in_counts_at = self._indices([self._in_segments.starts[k] - 1 for k in others])
-        self._others = self._indices(others)
+        self._others = self._indices([k for k in machines if k != world.machine])
         locals_ = [b for b in range(world.local_size) if b != own]
         self._forward_counts_at = self._indices([starts_out[b] + k for b in locals_ for k in machines])
         self._received_counts_at = self._indices([starts_in[a] + k for a in locals_ for k in machines])
@@ -103,18 +99,10 @@ class HierarchicalRows(RecordTransport):
         self._received_counts = torch.zeros(shape, dtype=torch.int64, device=device)
         self._forward_counts = torch.zeros(shape, dtype=torch.int64, device=device)
         self._in_counts = torch.zeros(world.machines, dtype=torch.int64, device=device)
+        self._num_sent, self._num_received = [[0] * world.machines] * 2  # rows of the step, set by `receive`
         self._places = [torch.empty(world.local_size, n, dtype=torch.int32, device=device) for n in self._in_rows]
         self._allocate_records(sum(self._received_rows))
         self._ends = [0, *accumulate(self._received_rows)]
-
-    @property
-    def step_bytes(self) -> tuple[int, int]:
-        """Bytes that this rank sends in a step to ranks of its machine, and to other machines."""
-        inside, between = self._within, self._between
-        rows, gradients = (inside.row_words, between.row_words), (inside.gradient_words, between.gradient_words)
-        return self.hierarchy.step_bytes(
-            self.pairs, self.world.rank, [4 * n for n in rows], [4 * n for n in gradients], self.words
-        )
 
     def send(self, rows: Rows, place: Tensor) -> None:
         inside, across = place.split([self.world.local_size, self.world.machines])
@@ -126,11 +114,15 @@ class HierarchicalRows(RecordTransport):
         world, memory = self.world, self._intra_node.memory
         own, num_destinations = world.machine, self.hierarchy.num_destinations
         own_counts = counts[:num_destinations]
-        self._wire[self._out_counts_at] = own_counts[world.local_size :][self._others].int()
-        out, into = self._wire.split([sum(self._out_words), sum(self._in_words)])
-        between = into, self._in_words, out, self._out_words, self._within_words
-        yield Collective(lambda: self._exchange_between(*between))
-        self._in_counts[self._others] = self._wire[self._in_counts_at].long()
+
+        def send() -> None:
+            self._exchange_counts(own_counts[world.local_size :])
+            words = self._between.row_words
+            into = self._in_segments.filled(self._wire, self._num_received, words)
+            out = self._out_segments.filled(self._wire, self._num_sent, words)
+            self._exchange_between(into, out, self._within_words)
+
+        yield Collective(send)
         incoming = self._between.unpack(self._wire, self._in_segments, self._in_counts, views)
         self._forward_counts[own] = own_counts[: world.local_size]
         mine = [n for k in range(0, len(patches), 6) for n in self._of_machine(patches[k : k + 6])]
@@ -177,14 +169,13 @@ class HierarchicalRows(RecordTransport):
             if k != world.machine:
                 summed.append(self._collected(k, given, self._in_counts[k : k + 1], gave))
         between_words = self._between.gradient_words
-        to = self._machine_segments(self._in_rows, sum(self._out_words), between_words, 0)
+        to = self._machine_segments(self._in_rows, self._in_at, between_words)
         self._between.pack_gradients(torch.cat(summed), self._in_counts, self._wire, to)
-        come = self._machine_segments(self._out_rows, 0, between_words, 0)
-        got, sent = ([between_words * n for n in rows] for rows in (self._out_rows, self._in_rows))
-        there, home = self._wire[sum(self._out_words) :][: sum(sent)], self._wire[: sum(got)]
+        come = self._machine_segments(self._out_rows, 0, between_words)
 
         def send() -> None:
-            self._exchange_between(home, got, there, sent, back)
+            into = come.filled(self._wire, self._num_sent, between_words)
+            self._exchange_between(into, to.filled(self._wire, self._num_received, between_words), back)
             all_gather_into(self._messages, message, world)
 
         yield Collective(send)
@@ -223,27 +214,32 @@ class HierarchicalRows(RecordTransport):
         mine = self.records[self._ends[rank] : self._ends[rank + 1]]
         return self._within.collect(place, count, self._intra_node.memory, WireSegments(starts, sizes, own), mine)
 
-    def _exchange_between(
-        self, into: Tensor, got: list[int], out: Tensor, sent: list[int], passed: Sequence[Sequence[int]]
-    ) -> None:
+    def _exchange_counts(self, sent: Tensor) -> None:
+        """Exchange the numbers of rows [machines] with the counterparts on other machines, and read them."""
+        received = sent.new_empty(len(self._others))
+        one_each = [int(rank in self._counterparts and rank != self.world.rank) for rank in range(self.world.size)]
+        all_to_all_parts(received, sent[self._others], one_each, one_each, self.world)
+        self._in_counts[self._others] = received
+        self._num_sent, self._num_received = torch.stack([sent, self._in_counts]).tolist()
+
+    def _exchange_between(self, into: Sequence[Tensor], out: Sequence[Tensor], passed: Sequence[Sequence[int]]) -> None:
         """Exchange with the counterparts on other machines; count these bytes, and those through peer memory."""
         world = self.world
-        receive, send = ([0] * world.size for _ in range(2))
+        receive, send = ([self._wire[:0]] * world.size for _ in range(2))
         for k, rank in enumerate(self._counterparts):
-            receive[rank], send[rank] = got[k], sent[k]
+            receive[rank], send[rank] = into[k], out[k]
         if self.peer:
             world.traffic.add(4 * sum(passed[world.local_rank]))
-        all_to_all_parts(into, out, receive, send, world)
+        all_to_all_segments(receive, send, world)
 
     def _of_machine(self, patch: Sequence[int]) -> list[int]:
         """Return a patch with its rank's local number; nothing if another machine draws it."""
         rank, *rest = patch
         return [rank % self.world.local_size, *rest] if self.world.machine_of(rank) == self.world.machine else []
 
-    def _machine_segments(self, rows: list[int], first: int, words: int, head: int) -> WireSegments:
-        """Return consecutive segments of the machines from word `first` on, each behind `head` words."""
-        sizes = [words * n + (head if k != self.world.machine else 0) for k, n in enumerate(rows)]
-        starts = [start + head for start in list(accumulate(sizes, initial=first))[:-1]]
+    def _machine_segments(self, rows: list[int], first: int, words: int) -> WireSegments:
+        """Return consecutive segments of the machines from word `first` on."""
+        starts = list(accumulate((words * n for n in rows), initial=first))[:-1]
         starts[self.world.machine] = 0  # no rows
         return WireSegments(tuple(starts), tuple(rows), self.world.machine)
 

@@ -7,7 +7,6 @@ each rank exchanges rows with one rank of each other machine, and with all of it
 Traffic between machines never exceeds that of direct sends: the union of a machine's needs, not the sum.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ns_multigpu.core.dist.world import World
@@ -105,29 +104,3 @@ class Hierarchy:
         none = (0,) * self.per_machine
         forwarded = [none if k == own else table[k * self.per_machine + local][here] for k in range(self.machines)]
         return (*table[rank][here], *across, *(n for numbers in forwarded for n in numbers))
-
-    def step_bytes(
-        self, pairs: Pairs, rank: int, rows: Sequence[int], gradients: Sequence[int], words: int
-    ) -> tuple[int, int]:
-        """Return the bytes that a rank sends in a step to ranks of its machine, and to other machines.
-
-        Args:
-            pairs: rows on the wire: capacities.
-            rows, gradients: bytes of a row, and of its gradients: inside a machine, and between two.
-            words: int64 numbers of a rank's step statistics. They are sent around a ring: the last rank of a machine
-                sends to the next machine.
-        """
-        own, local = divmod(rank, self.per_machine)
-        inside = between = 0
-        for machine in range(self.machines):
-            if machine != own:
-                there = self.sent_between(pairs, rank, machine)
-                back = self.sent_between(pairs, machine * self.per_machine + local, own)
-                between += rows[1] * there + gradients[1] * back + 4
-        for other in range(self.per_machine):
-            if other != local:
-                peer = own * self.per_machine + other
-                there, back = sum(self.sent_within(pairs, rank, peer)), sum(self.sent_within(pairs, peer, rank))
-                inside += rows[0] * there + gradients[0] * back + 4 * self.machines
-        messages = 8 * words * (self.ranks - 1)
-        return (inside, between + messages) if local == self.per_machine - 1 else (inside + messages, between)

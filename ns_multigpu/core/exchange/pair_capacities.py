@@ -1,7 +1,6 @@
-"""Capacities in rows of each pair of ranks, and bytes sent per step.
+"""Capacities in rows of each pair of ranks.
 
-Each pair of ranks has a size of its own. The host knows these sizes before the step, so nothing is read back; the
-device knows the actual counts.
+Each pair has a capacity of its own, which the host knows before the step. The device counts the rows.
 """
 
 from collections.abc import Sequence
@@ -49,18 +48,3 @@ def alike(pairs: Pairs) -> Pairs:
 def all_gather_counts(counts: Sequence[int], world: World) -> Pairs:
     """Return every rank's counts: row r is rank r's `counts`. Collective; waits for the device."""
     return tuple(tuple(row) for row in all_gather_ints_on_device(counts, world))
-
-
-def step_bytes(pairs: Pairs, rank: int, row_bytes: int, gradient_bytes: int, words: int) -> int:
-    """Return the bytes that a rank sends to others in a step with collectives (`CollectiveRows`).
-
-    Args:
-        pairs: rows on the wire: capacities of the step; `padded` counts predict those.
-        rank: whose.
-        row_bytes, gradient_bytes: of a row, and of its gradients (`RowWire`).
-        words: int64 numbers of a rank's step statistics.
-    """
-    others = [r for r in range(len(pairs)) if r != rank]
-    there = sum(pairs[rank][r] for r in others)
-    back = sum(pairs[r][rank] for r in others)
-    return row_bytes * there + gradient_bytes * back + 8 * (1 + words) * len(others)

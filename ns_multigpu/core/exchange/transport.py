@@ -1,4 +1,4 @@
-"""Interface of transports: exchange of rows and of their gradients without readback to the host."""
+"""Interface of transports: exchange of rows and of their gradients."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
@@ -23,7 +23,7 @@ class Collective:
     """Operation that a step must launch outside of CUDA graphs.
 
     Attributes:
-        launch: enqueues it on the current stream, without waiting for the device.
+        launch: enqueues it on the current stream. It waits for the device only to read the sizes of what it sends.
     """
 
     launch: Callable[[], object]

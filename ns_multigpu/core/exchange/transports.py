@@ -1,7 +1,7 @@
 """Exchange of splat rows from owners to the ranks that draw them, and of gradients back.
 
-Rows are sent in segments, one for each pair of ranks. Capacities are known beforehand, so no counts are exchanged
-before the rows. The counts are sent with them and stay on the device.
+Rows are written to segments, one for each pair of ranks, with capacities that are known beforehand. Collectives first
+exchange the counts, which the host reads, and send the rows of a segment, not its capacity. Peer memory needs no sizes.
 
 A transport implements the legs of a fused step. `make_transport` chooses it by a strategy's legs and the machine. Steps
 through autograd use the collective ones (`exchanged_rows`).
@@ -13,13 +13,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ns_multigpu.core.dist.collectives import all_gather_into, all_to_all_into, all_to_all_parts
+from ns_multigpu.core.dist.collectives import all_gather_into, all_to_all_into, all_to_all_segments
 from ns_multigpu.core.dist.peer_memory import PeerBuffer
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.exchange.hierarchical_rows import HierarchicalRows
 from ns_multigpu.core.exchange.hierarchy import Hierarchy
 from ns_multigpu.core.exchange.legs import GradientLeg, RowLeg
-from ns_multigpu.core.exchange.pair_capacities import Pairs, pairs_of, step_bytes
+from ns_multigpu.core.exchange.pair_capacities import Pairs, pairs_of
 from ns_multigpu.core.exchange.replicated_rows import OwnRows
 from ns_multigpu.core.exchange.transport import Collective, Parts, RecordTransport, Returned, Transport
 from ns_multigpu.core.kernels import Kernels, Received, Rows, Sinks
@@ -63,12 +63,7 @@ class CollectiveRows(RecordTransport):
         own = sum(received[:here])
         self._own_lines = slice(own, own + received[here])
         self._received_counts = torch.zeros(world.size, dtype=torch.int64, device=device)
-
-    @property
-    def step_bytes(self) -> int:
-        """Bytes that this rank sends to others in a step."""
-        wire = self._format
-        return step_bytes(self.pairs, self.world.rank, 4 * wire.row_words, 4 * wire.gradient_words, self.words)
+        self._num_sent, self._num_received = [[0] * world.size] * 2  # rows of the step, by rank, set by `receive`
 
     @property
     def _format(self) -> RowWire:
@@ -80,11 +75,13 @@ class CollectiveRows(RecordTransport):
 
     def receive(self, rows: Rows, counts: Tensor, views: int, patches: Sequence[int]) -> Parts[Received]:
         wire = self._format
-        out, into = self._wire[: self._out], self._wire[self._out : self._end]
 
         def send() -> None:
-            self._exchange(into, self._received_rows, out, self._out_rows, wire.row_words)
             all_to_all_into(self._received_counts, counts, self.world)
+            self._num_sent, self._num_received = torch.stack([counts, self._received_counts]).tolist()
+            into = self._received_segments.filled(self._wire, self._num_received, wire.row_words)
+            out = self._out_segments.filled(self._wire, self._num_sent, wire.row_words)
+            all_to_all_segments(into, out, self.world)
 
         yield Collective(send)
         received = wire.unpack(self._wire, self._received_segments, self._received_counts, views)
@@ -97,20 +94,16 @@ class CollectiveRows(RecordTransport):
         back = self._segments(self._received_rows, self._out, words)
         wire.pack_gradients(self.records, self._received_counts, self._wire, back)
 
+        come, own = self._segments(self._out_rows, 0, words), self.records[self._own_lines]
+
         def send() -> None:
-            out, end = words * sum(self._out_rows), self._out + words * sum(self._received_rows)
-            home, there = self._wire[:out], self._wire[self._out : end]
-            self._exchange(home, self._out_rows, there, self._received_rows, words)
+            into = come.filled(self._wire, self._num_sent, words)
+            all_to_all_segments(into, back.filled(self._wire, self._num_received, words), self.world)
             all_gather_into(self._messages, message, self.world)
 
         yield Collective(send)
-        come, own = self._segments(self._out_rows, 0, words), self.records[self._own_lines]
         records = wire.collect(place, rows.count, self._wire, come, own)
         return Returned(rows, records, self._messages)
-
-    def _exchange(self, into: Tensor, received: list[int], out: Tensor, sent: list[int], words: int) -> None:
-        parts = ([words * rows for rows in received], [words * rows for rows in sent])
-        all_to_all_parts(into, out, *parts, self.world)
 
     def _segments(self, rows: list[int], first: int, words: int) -> WireSegments:
         """Return consecutive segments of the other ranks, from word `first` on."""

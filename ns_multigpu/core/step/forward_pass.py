@@ -1,6 +1,6 @@
 """First half of a step: project -> route -> exchange rows -> tile lists -> draw -> exchange pixels.
 
-`Step` adds loss, backward and update; `Forward` renders pictures with it. Nothing is read back to the host.
+`Step` adds loss, backward and update; `Forward` renders pictures with it. Only collectives read counts back.
 """
 
 from collections.abc import Callable, Sequence

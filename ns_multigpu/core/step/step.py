@@ -3,10 +3,10 @@
     points -> project -> rows -> [exchange rows] -> lists -> draw -> [exchange pixels] -> loss on the pixels owned here
     and back: loss -> [return pixels' gradients] -> draw back -> [return rows' gradients] -> gate -> update
 
-A strategy defines drawing ranks and exchanges; a primitive's kernels define rows. Nothing is read back to the host, so
-the numbers of rows and intersections are known on the device alone. Both have a capacity. If one is exceeded on any
-rank, this step and the following ones change no parameters, moments and statistics on any rank (`Status.done` stops
-counting). The host detects that at the next readback, grows the capacity and retries the steps. With
+A strategy defines drawing ranks and exchanges; a primitive's kernels define rows. The host launches a step without the
+numbers of rows and intersections. Only collectives read how many rows to send. Both have a capacity. If one is exceeded
+on any rank, this step and the following ones change no parameters, moments and statistics on any rank (`Status.done`
+stops counting). The host detects that at the next readback, grows the capacity and retries the steps. With
 `StepSettings.skips` a gradient that is not finite has the same effect; the host then skips that step.
 
 Each patch is drawn with a halo of one tile, which the SSIM gradient of its own pixels needs (`band_loss_into`).

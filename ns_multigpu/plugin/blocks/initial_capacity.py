@@ -1,7 +1,7 @@
 """Capacities of a run's first steps, and of steps after points were placed again.
 
-Collectives transfer whole buffers, spare capacity included. So the rows that each rank will send are counted before the
-first step: points are projected for the batches of the coming block, without drawing.
+Without a count each pair of ranks would need memory for all rows. So the rows that each rank will send are counted
+before the first step: points are projected for the batches of the coming block, without drawing.
 """
 
 from collections.abc import Callable, Sequence

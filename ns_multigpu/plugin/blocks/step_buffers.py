@@ -112,7 +112,8 @@ class StepBuffers:
         return self._transport
 
     def spared(self) -> dict[str, bool]:
-        """Return which capacities may have a margin. Collectives' may not: they transfer the margin too."""
+        """Return which capacities may have a margin: none that collectives transfer, as those of `batch`, and of pairs
+        inside one of several machines."""
         replicas = self._strategy.gradients.summed and self._world.size > 1
         return {"rows": self.uses_peer_replicas or not replicas, "pairs": self.peer}
 

@@ -70,7 +70,7 @@ class StepCapacities:
             self._recent.popleft()
         if full:
             # The count beyond a full capacity of rows may be too low: enlarge well beyond it. Counts of pairs are then
-            # too low as well, and else exact. Collectives send the margin of a pair, peer memory does not.
+            # too low as well, and else exact.
             exact = needed[0] <= self._now[0] and not self._one_for_all
             self._now = self._each(lambda w, c: max(c, 2 * w if w > c else w), needed, max if exact else None)
             return

@@ -1,4 +1,4 @@
-"""Capacities of pairs of ranks, and what a step sends of them."""
+"""Capacities of pairs of ranks, and exchanges whose parts differ by pair."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 
 from ns_multigpu.core.dist.collectives import all_to_all_parts
 from ns_multigpu.core.dist.world import World
-from ns_multigpu.core.exchange.pair_capacities import alike, all_gather_counts, most_of, pairs_of, step_bytes
+from ns_multigpu.core.exchange.pair_capacities import alike, all_gather_counts, most_of, pairs_of
 from tests.lib.ranks import run_ranks
 
 PAIRS = ((1000, 2, 30), (400, 5000, 6), (0, 80, 90_000))
@@ -21,14 +21,6 @@ def test_one_for_all_or_each_its_own() -> None:
             pairs_of(wrong, ranks)
     with pytest.raises(ValueError, match="not be negative"):
         pairs_of(-1, 1)
-
-
-def test_bytes_sent_per_step() -> None:
-    """Rows there, gradients back, a count for each other rank and a message to it. Not what stays."""
-    assert step_bytes(PAIRS, 0, 48, 36, 10) == 48 * (2 + 30) + 36 * (400 + 0) + 2 * 8 * 11
-    assert step_bytes(PAIRS, 1, 48, 36, 10) == 48 * (400 + 6) + 36 * (2 + 80) + 2 * 8 * 11
-    assert step_bytes(PAIRS, 2, 36, 20, 4) == 36 * 80 + 20 * (30 + 6) + 2 * 8 * 5
-    assert step_bytes(((10**9,),), 0, 48, 36, 10) == 0
 
 
 def exchange_rows(world: World) -> dict[str, Any]:

@@ -135,7 +135,8 @@ def test_fused_steps_with_plans_made_ahead(tmp_path: Path, capture: Path) -> Non
     last = locality[-1]
     assert all(0 <= row["plan_misses"] <= 1 for row in locality) and last["plan_misses"] < 1, "some were in time"
     assert 0 < last["splats_between_machines"] == last["splats_sent"], "each rank is a machine"
-    assert last["bytes_between_machines"] > 2 * 4 * 10 * last["splats_between_machines"], "there, and gradients back"
+    most = 4 * (12 + 9) * last["splats_between_machines"]  # a row and its gradients for each patch of a splat
+    assert 0 < last["bytes_between_machines"] < most, "once for several patches"
     assert 1.5 < last["bytes_between_machines"] / last["bytes_per_step"] < 3, "of both ranks"
     assert all(row[f"busiest_{who}"] >= 1 for row in locality for who in ("sender", "receiver", "drawer"))
     assert "plan_misses" not in tile[-1]

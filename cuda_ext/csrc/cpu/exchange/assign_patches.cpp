@@ -17,7 +17,6 @@
 #include <chrono>
 #include <cmath>
 #include <limits>
-#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -294,9 +293,8 @@ std::tuple<at::Tensor, at::Tensor> searched(const Batch& batch, const double* se
 }
 
 std::tuple<at::Tensor, at::Tensor> assign_patches(const at::Tensor& counts_, const at::Tensor& totals_,
-                                                  const at::Tensor& sent_, const std::optional<at::Tensor>& start,
-                                                  double alpha, double beta, double gamma, double delta, int64_t power,
-                                                  int64_t most_swaps, double seconds) {
+                                                  const at::Tensor& sent_, double alpha, double beta, double gamma,
+                                                  double delta, int64_t power, int64_t most_swaps, double seconds) {
   const at::Tensor counts = counts_.contiguous(), totals = totals_.contiguous(), sent = sent_.contiguous();
   TORCH_CHECK_VALUE(counts.scalar_type() == at::kDouble && totals.scalar_type() == at::kDouble &&
                         sent.scalar_type() == at::kDouble,
@@ -305,24 +303,7 @@ std::tuple<at::Tensor, at::Tensor> assign_patches(const at::Tensor& counts_, con
                         counts.size(1) > 0,
                     "counts must be [P, R], totals [P], sent [R], with R > 0.");
   const Batch batch{counts.const_data_ptr<double>(), totals.const_data_ptr<double>(), counts.size(0), counts.size(1)};
-  Lists lists;
-  if (start.has_value()) {
-    TORCH_CHECK_VALUE(start->scalar_type() == at::kLong && start->numel() == batch.patches, "start must be int64 [P].");
-    const at::Tensor given = start->contiguous();
-    const int64_t* rank = given.const_data_ptr<int64_t>();
-    lists.resize(batch.ranks);
-    for (int64_t patch = 0; patch < batch.patches; ++patch) {
-      TORCH_CHECK_VALUE(rank[patch] >= 0 && rank[patch] < batch.ranks, "start names rank ", rank[patch], " of ",
-                        batch.ranks, ".");
-      lists[rank[patch]].push_back(patch);
-    }
-    size_t longest = 0;
-    for (const auto& list : lists) longest = std::max(longest, list.size());
-    for (auto& list : lists)
-      if (list.size() + 1 == longest) list.push_back(-1);
-  } else {
-    lists = transport(batch);
-  }
+  Lists lists = transport(batch);
   const Weights weights{alpha, beta, gamma, delta};
   switch (power) {
     case 2: return searched<1>(batch, sent.const_data_ptr<double>(), std::move(lists), weights, most_swaps, seconds);
