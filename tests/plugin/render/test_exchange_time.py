@@ -16,7 +16,7 @@ from tests.lib.ranks import run_ranks
 from tests.lib.training_run import follow, write_capture
 
 STEPS, SLOW, DOWNSCALES = 4, 0.05, "pipeline.model.num_downscales"
-PLACES = [(exchanged_rows, "all_gather_ints"), (transports, "all_to_all_parts"), (halo, "exchange_rows")]
+PLACES = [(exchanged_rows, "all_gather_ints"), (transports, "all_to_all_segments"), (halo, "exchange_rows")]
 PICTURES = [(pictures, "exchange_rows")]
 
 
