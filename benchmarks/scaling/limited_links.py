@@ -10,8 +10,10 @@ machines (NS_MULTIGPU_MACHINES=2). Then all exchanges are collectives over rate-
 
 Steps are those of `ns-train` on such machines, with splatfacto's options and `--views` views a step. The model is the
 complete procedural city. It does not change: no refinements, learning rates next to zero. Images are noise, so no
-pictures are rendered (`links.bare_city`). "mixed" is pixel with views in random order
-(`--pipeline.pixel.level-steps False`); pixel has views that conflict least.
+pictures are rendered (`links.bare_city`). Of pixel "mixed" has views in random order
+(`--pipeline.pixel.level-steps False`) instead of those that conflict least, "hide" leaves out parts of cells that
+contribute nothing (`--pipeline.pixel.hide True`), and "at-once" exchanges the pixels of a batch at once instead of in
+halves.
 
 A row's times are the slowest rank's, over `--blocks` blocks of `--steps` steps, behind `--warm` steps. "drawing" is the
 part of that in which each GPU computes; "level" how even the pixels are that GPUs draw. The first rows are the
@@ -40,7 +42,7 @@ from benchmarks.lib.lockstep import over_ranks
 from benchmarks.lib.rank_jobs import Job, run_jobs
 from benchmarks.lib.report import empty_table, write_report
 from benchmarks.scaling.links.limiting import limit, variables, why_none
-from benchmarks.scaling.links.training import STRATEGIES, Timed
+from benchmarks.scaling.links.training import STRATEGIES, VARIANTS, Timed
 from benchmarks.scenes.city_model import CityScene
 from cuda_ext.dispatch.load import build_native
 from ns_multigpu.core.dist.collectives import barrier
@@ -52,7 +54,6 @@ _RAW_BYTES = 64_000_000
 _RAW_TURNS = 5
 _AGAIN = 4
 """Steps before the first block, where a run goes on over another link."""
-_MIXED = "mixed"
 
 
 def link(text: str) -> float | None:
@@ -71,7 +72,7 @@ def link(text: str) -> float | None:
 def arguments(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--strategies", nargs="+", choices=(*STRATEGIES, _MIXED), default=[*STRATEGIES[1:], _MIXED])
+    parser.add_argument("--strategies", nargs="+", choices=(*STRATEGIES, *VARIANTS), default=[*STRATEGIES[1:], "mixed"])
     parser.add_argument(
         "--gbit", nargs="+", type=link, default=[None, 25.0, 10.0], help="none, free, or Gbit/s each way"
     )
@@ -118,11 +119,8 @@ class _Worker:
             gc.collect()
             if self._world.device.type == "cuda":
                 torch.cuda.empty_cache()
-            mixed = job["way"] == _MIXED
-            self._run = of, Timed(
-                self._world, "pixel" if mixed else job["way"], CityScene(**job["scene"]), job["kind"], job["views"],
-                Path(shared["folder"]), leveled=not mixed,
-            )  # fmt: skip
+            scene, folder = CityScene(**job["scene"]), Path(shared["folder"])
+            self._run = of, Timed(self._world, job["way"], scene, job["kind"], job["views"], folder)
         made, run = time.perf_counter() - made, self._run[1]
         run.take(warm)
         return {"setup_seconds": round(made, 2), **run.time(shared["steps"], shared["blocks"])}

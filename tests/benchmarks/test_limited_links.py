@@ -84,7 +84,7 @@ def test_rate_limit_holds_in_both_directions(blocks: bool) -> None:
 
 def test_a_run_is_timed(tmp_path: Path) -> None:
     scene = CityScene(600, 48, 32, views=4)
-    run = Timed(World.single(), "pixel", scene, "street", 2, tmp_path, leveled=True)
+    run = Timed(World.single(), "pixel", scene, "street", 2, tmp_path)
     run.take(2)
     found = run.time(2, 2)
     assert found["gaussians"] == 600 and len(found["ms_by_block"]) == 2 and found["bytes"] == 0

@@ -21,6 +21,9 @@ from ns_multigpu.plugin.blocks.fused_blocks import FusedBlocks
 from ns_multigpu.plugin.run.trainer import DistributedTrainer
 
 STRATEGIES = ("batch", "tile", "locality", "pixel")
+VARIANTS = ("mixed", "hide", "at-once")
+"""Of pixel: views in random order; parts of cells that contribute nothing left out; the pixels of a batch exchanged at
+once, not in halves."""
 _STILL = 1e-12
 """A learning rate that leaves the model as it is."""
 _NEVER = 10**8
@@ -30,19 +33,17 @@ class Timed:
     """A run of a strategy; collective.
 
     Args:
-        world: the ranks. strategy: of `STRATEGIES`. scene: the model and the views' sizes. kind: of views.
+        world: the ranks. way: of `STRATEGIES` or `VARIANTS`. scene: the model and the views' sizes. kind: of views.
         views: of a step.
-        leveled: of pixel, whether views that show different cells come into one step.
         folder: where the run may write.
     """
 
-    def __init__(
-        self, world: World, strategy: str, scene: CityScene, kind: Kind, views: int, folder: Path, *, leveled: bool
-    ) -> None:
+    def __init__(self, world: World, way: str, scene: CityScene, kind: Kind, views: int, folder: Path) -> None:
+        strategy = "pixel" if way in VARIANTS else way
         self._world = world
         config: Any = copy.deepcopy(getattr(methods, f"splatfacto_{strategy}").config)
         config.machine.device_type, config.vis = world.device.type, ""
-        config.output_dir, config.timestamp, config.experiment_name = folder, strategy, f"{scene.points}-{leveled}"
+        config.output_dir, config.timestamp, config.experiment_name = folder, strategy, f"{scene.points}-{way}"
         config.max_num_iterations, config.max_num_images, config.batch_scaling = _NEVER, None, "none"
         config.steps_per_checksum = config.steps_per_numeric_check = 0
         config.steps_per_eval_image = config.steps_per_eval_all_images = config.steps_per_save = _NEVER
@@ -54,8 +55,8 @@ class Timed:
         model = GrownModelConfig(scene=scene)
         model.num_downscales, model.sh_degree_interval, model.refine_every = 0, 1, _NEVER
         pipeline.model = model
-        if "pixel" in pipeline.strategy:
-            pipeline.pixel.level_steps = leveled
+        if strategy == "pixel":
+            pipeline.pixel.level_steps, pipeline.pixel.hide = way != "mixed", way == "hide"
         for group in config.optimizers.values():
             group["optimizer"].lr, group["scheduler"] = _STILL, None
         config.get_base_dir().mkdir(parents=True, exist_ok=True)
@@ -69,6 +70,8 @@ class Timed:
         fused = FusedBlocks.if_asked_for(*given, 0)
         if fused is None:
             raise RuntimeError("steps are not fused: see above why")
+        if way == "at-once":
+            trainer.pipeline.strategy.pixels.fast_links = True
         self._fused, self._next, self._views = fused, 0, views
 
     def take(self, steps: int) -> None:
