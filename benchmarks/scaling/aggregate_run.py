@@ -68,7 +68,7 @@ class AggregateRun(Run):
             self.step.take(plan, targets, launch=lambda rank, parts: self._graphs[rank].parts(plan, parts))
         else:
             self.step.take(plan, targets)
-        self._counts.send(views, self.step.measured_work)
+        self._counts.send(views, self.step.measured_work, self.step.taken)
 
     def flush(self) -> None:
         super().flush()

@@ -96,7 +96,7 @@ class TileRun(Run):
             self.step.take(plan, targets)
         else:
             self._graphs.take(plan, partial(self.step.parts, plan, targets))
-        self._counts.send(views, self.step.measured_work)
+        self._counts.send(views, self.step.measured_work, self.step.taken)
 
     def flush(self) -> None:
         super().flush()

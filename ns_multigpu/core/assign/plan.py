@@ -50,12 +50,12 @@ class Plan:
         return replace(self, drawn=drawn, owned=owned)
 
     def of_views(self, positions: range) -> "Plan":
-        """Return the plan of these views of the batch alone."""
+        """Return the plan with the drawn and owned patches of these views of the batch alone."""
 
         def of(ranks: Iterable[Sequence[Patch]]) -> tuple[tuple[Patch, ...], ...]:
             return tuple(tuple(patch for patch in patches if patch.view in positions) for patches in ranks)
 
-        return replace(self, drawn=of(self.drawn), owned=of(self.owned), hidden=of([self.hidden])[0])
+        return replace(self, drawn=of(self.drawn), owned=of(self.owned))
 
     def patches(self) -> list[Patch]:
         """Return all drawn patches by view, then row, then column. The order is independent of their ranks."""

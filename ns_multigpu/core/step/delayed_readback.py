@@ -16,6 +16,8 @@ LAG = 4
 
 @dataclass(frozen=True)
 class _Counts:
+    """Of a step, on their way: its counts and, last, whether it was taken."""
+
     views: Sequence[View]
     counts: Tensor
     copied: Any
@@ -32,18 +34,20 @@ class DelayedReadback:
         self._learn = learn
         self._waiting: deque[_Counts] = deque()
 
-    def send(self, views: Sequence[View], counts: Tensor) -> None:
+    def send(self, views: Sequence[View], counts: Tensor, taken: Tensor) -> None:
         """Start the copy of a step's counts to the host, on the current stream.
 
         Args:
             views: of the step.
             counts: int64 of any shape, which may be overwritten afterwards.
+            taken: [] bool: whether the step was taken. Nothing is learned from one that is to be retried.
         """
+        numbers = torch.cat([counts.reshape(-1), taken.to(counts.dtype).reshape(1)])
         if not counts.is_cuda:
-            self._waiting.append(_Counts(views, counts.clone(), None))
+            self._waiting.append(_Counts(views, numbers, None))
             return
-        there = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-        there.copy_(counts, non_blocking=True)
+        there = torch.empty(numbers.shape, dtype=counts.dtype, pin_memory=True)
+        there.copy_(numbers, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
         self._waiting.append(_Counts(views, there, copied))
@@ -54,4 +58,6 @@ class DelayedReadback:
             one = self._waiting.popleft()
             if one.copied is not None:
                 one.copied.synchronize()
-            self._learn(one.views, one.counts.reshape(-1).tolist())
+            *counts, taken = one.counts.tolist()
+            if taken:
+                self._learn(one.views, counts)

@@ -101,7 +101,7 @@ class DeviceStep:
         self._last = bands, [self._distributed(rank, bands, whole) for rank in range(len(self._photographs))]
         self._steps.take(*self._last, sizes, lambda rank, parts: made.graphs[rank].parts(bands, parts))
         with made.members.on(0):
-            made.counts.send(self.batch, self._steps.measured_work)
+            made.counts.send(self.batch, self._steps.measured_work, self._steps.taken)
             self._taken.copy_(self._steps.taken)
         return []  # each GPU has bands of the renderings
 

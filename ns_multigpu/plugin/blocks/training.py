@@ -308,7 +308,7 @@ class Training:
             written = self._pipeline.strategy.pixels.written_bytes(plan, step_inputs.views, self._world)
             self._world.traffic.add(steps * written)
             if self._pipeline.strategy.assignment.learns is not Feedback.NOTHING:
-                self._readback.send(step_inputs.views, step.measured_work)
+                self._readback.send(step_inputs.views, step.measured_work, step.taken)
         return steps
 
     def _follow(self, feeds: Sequence[StepInputs]) -> bool:

@@ -17,7 +17,7 @@ def sent(device: str) -> tuple[TileWork, DelayedReadback]:
     counts = torch.zeros(1, 3, dtype=torch.int64, device=device)
     for view in VIEWS:
         counts.copy_(torch.arange(3) + 10 * view.index)  # the same tensor each time, as a step's is
-        late.send([view], counts)
+        late.send([view], counts, torch.tensor(True, device=device))
     return work, late
 
 
@@ -35,3 +35,12 @@ def test_counts_of_the_last_step_remain_pending(device: str) -> None:
     assert work.counts == expected(VIEWS[:3])
     late.learn(pending=0)
     assert work.counts == expected(VIEWS)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_is_learned_from_a_step_that_is_to_be_retried(device: str) -> None:
+    work, late = sent(device)
+    for taken in (True, False):
+        late.send(VIEWS[:1], torch.full((1, 3), 7 + taken, device=device), torch.tensor(taken, device=device))
+    late.learn(pending=0)
+    assert work.counts[0] == [8, 8, 8]
