@@ -31,6 +31,24 @@ def windows_of(where: str) -> tuple[CellsInViews, Plan, list[View]]:
 
 
 @pytest.mark.parametrize("where", where_cameras_stand())
+def test_a_cell_keeps_its_window_where_it_is_not_drawn(where: str) -> None:
+    """Otherwise other cells would draw splats of it that `hide` leaves out."""
+    cells_in_views, plan, views = windows_of(where)
+    own = [patch for patch in plan.drawn[0] if patch.y1 - patch.y0 > TILE]
+    least = max(own, key=lambda patch: (patch.x1 - patch.x0) * (patch.y1 - patch.y0))
+    border = least.y0 + TILE
+    drawn = tuple(replace(patch, y1=border) if patch is least else patch for patch in plan.drawn[0])
+    smaller = replace(plan, drawn=(drawn,), hidden=(*plan.hidden, replace(least, y0=border)))
+
+    def by_patch(some: Plan) -> list[torch.Tensor]:
+        sizes = [-(-(p.x1 - p.x0) // TILE) * -(-(p.y1 - p.y0) // TILE) for p in some.drawn[0]]
+        return list(cells_in_views.windows(some, views, 0).split(sizes))
+
+    for patch, before, after in zip(drawn, by_patch(plan), by_patch(smaller), strict=True):
+        assert torch.equal(before[: len(after)], after), patch
+
+
+@pytest.mark.parametrize("where", where_cameras_stand())
 def test_each_depth_of_a_tile_is_one_cells(where: str) -> None:
     """And as near as possible that in which it lies: the ray through the tile's middle says so where all draw."""
     cells_in_views, plan, views = windows_of(where)
