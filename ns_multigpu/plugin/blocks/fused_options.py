@@ -101,6 +101,8 @@ def check_requests(pipeline: "DistributedPipeline", *, fused: bool) -> None:
         value = getattr(asked, name)
         if value not in values:
             why = "these are not fused" if is_exchanged else f"the strategy is {pipeline.strategy.name}"
+            if name == "wire" and not pipeline.strategy.pixels.whole:
+                raise InputError(f"--pipeline.wire {value}: the strategy is pixel. Use --pipeline.pixel.wire {value}.")
             raise InputError(
                 f"--pipeline.{name.replace('_', '-')} {value}: that is for the fused steps of splatfacto-tile and "
                 f"splatfacto-locality, and "

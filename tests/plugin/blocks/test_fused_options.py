@@ -302,8 +302,8 @@ def test_half_a_wire_is_for_shards_fused_or_not() -> None:
         with pytest.raises(InputError, match=r"^--pipeline\.wire half: .* the strategy is batch"):
             check_requests(run.pipeline, fused=fused)
     run.pipeline.model.sharded, run.pipeline.strategy = True, STRATEGIES["pixel"](World.single())
-    for fused in (True, False):  # it has --pipeline.pixel.wire
-        with pytest.raises(InputError, match=r"^--pipeline\.wire half: .* the strategy is pixel"):
+    for fused in (True, False):
+        with pytest.raises(InputError, match=r"^--pipeline\.wire half: .*Use --pipeline\.pixel\.wire half"):
             check_requests(run.pipeline, fused=fused)
 
 
