@@ -121,6 +121,11 @@ class Chosen(CellPixels):
 
 @torch.no_grad()
 def measure(config: Path, counts: Sequence[int], width: int, most: int) -> list[dict[str, Any]]:
+    """Return a row for each number of cells: bytes without a rule, MB, and for each rule and shape as parts of those.
+
+    Args:
+        config: a run's config.yml. counts: numbers of cells. width: pixels of the views. most: views that are drawn.
+    """
     pipeline: Any = eval_setup(config, test_mode="test")[1]
     model = pipeline.model
     points = Points({name: value.detach() for name, value in model.gauss_params.items()})

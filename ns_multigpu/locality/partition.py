@@ -1,11 +1,11 @@
 """Ownership of groups of points: over machines first, then over each machine's GPUs (section 4.2.1).
 
 Groups are placed on the machines of the views that show them. METIS cuts the graph of groups and views, with points
-balanced for memory and visible points for work. Where ranges of the Z-order send less, they are used. A view then needs
-few machines. Within them its points would be
-unbalanced: METIS cuts regions, so one GPU would have most of a view's work. So within a machine, where links are fast,
-groups are distributed. Of each run of neighbours along the Z-order every GPU gets one group. The choice keeps every
-view's points balanced over the GPUs (least sum of squares over views, run by run). All GPUs hold equally many groups.
+balanced for memory and visible points for work. A view then needs few machines. Ranges of the Z-order replace that cut
+where they send less. Within a machine a view's points would be unbalanced: METIS cuts regions, so one GPU would have
+most of a view's work. So within a machine, where links are fast, groups are distributed. Of each run of neighbours
+along the Z-order every GPU gets one group. The choice keeps every view's points balanced over the GPUs (least sum of
+squares over views, run by run). All GPUs hold equally many groups.
 """
 
 from collections.abc import Callable

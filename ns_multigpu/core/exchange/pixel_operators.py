@@ -49,7 +49,7 @@ class PixelOperators(ABC):
         return patch.view - first_view
 
     def split(self, plan: Plan) -> Sequence[Plan]:
-        """Return the plan, or plans of successive views of it: the pixels of one are exchanged while the next is drawn,
+        """Return the plan, or plans of successive views of it. The pixels of one are exchanged while the next is drawn,
         and their gradients while those of the next are propagated. The exchange of each ends before `return_gradients`
         of it begins, and that of the next ends later."""
         return [plan]

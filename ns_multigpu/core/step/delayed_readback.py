@@ -16,7 +16,7 @@ LAG = 4
 
 @dataclass(frozen=True)
 class _Counts:
-    """Of a step, on their way: its counts and, last, whether it was taken."""
+    """Numbers of a step during their copy: its counts [N] and, last, 1 if it was taken."""
 
     views: Sequence[View]
     counts: Tensor
@@ -40,7 +40,7 @@ class DelayedReadback:
         Args:
             views: of the step.
             counts: int64 of any shape, which may be overwritten afterwards.
-            taken: [] bool: whether the step was taken. Nothing is learned from one that is to be retried.
+            taken: [] bool: whether the step was taken. Counts of a step that was not are discarded.
         """
         numbers = torch.cat([counts.reshape(-1), taken.to(counts.dtype).reshape(1)])
         if not counts.is_cuda:

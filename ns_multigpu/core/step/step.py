@@ -241,7 +241,7 @@ class Step:
         self, gathered: Gathered, plan: Plan, views: Sequence[View], targets: Sequence[Tensor], first_view: int
     ) -> Parts[list[Tensor]]:
         """Draw this rank's patches, compute their loss, and add the gradients of their rows to the transport's sinks;
-        return what `rgb` is to be. What `PixelOperators.split` makes of the plan is under way at the same time.
+        return the new `rgb`. The plans of `PixelOperators.split` overlap: one is exchanged while another is drawn.
 
         Args:
             plan, targets: see `parts`. first_view: position in the batch of the first view of the rows.
