@@ -176,12 +176,16 @@ def bytes_of(assignment: CellPixels, views: Sequence[View], gpus: int) -> tuple[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--config", type=Path, required=True, help="a run's config.yml")
     parser.add_argument("--cells", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--width", type=int, default=1920)
-    parser.add_argument("--views", type=int, default=8)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--width", type=int, default=1920, help="of views, pixels")
+    parser.add_argument("--views", type=int, default=8, help="that are drawn")
+    parser.add_argument("--json", type=Path, help="file for the results")
     given = parser.parse_args()
+    if not given.config.is_file():
+        parser.error(f"--config {given.config}: there is no such file. Give a run's config.yml.")
+    if min(*given.cells, given.width, given.views) < 1:
+        parser.error("--cells, --width and --views: give 1 or more.")
     rows = measure(given.config, given.cells, given.width, given.views)
     heads = ["rule", "threshold", *(f"{row['cells']} cells, {shape}" for row in rows for shape in SHAPES)]
     sizes = ", ".join(f"{row['cells']} cells {row['busiest MB']:.0f} MB" for row in rows)
