@@ -1,6 +1,6 @@
 """Loss of a rank's patches in a step that reads nothing back, and its gradient with respect to their pixels."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -26,14 +26,14 @@ class _Seen(NamedTuple):
 
     Attributes:
         color, alpha, background: [P, 3], [P], [3]. target: [h, w, 3].
-        backward: turns the gradients by color and alpha, in place, into those by what was blended; None: they are.
+        backward: turns the gradients by color and alpha into those by what was blended; None: they are.
     """
 
     color: Tensor
     alpha: Tensor
     background: Tensor
     target: Tensor
-    backward: Callable[[Tensor, Tensor], None] | None
+    backward: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None
 
 
 class PatchLosses:
@@ -81,17 +81,18 @@ class PatchLosses:
             report, offset = self._report[patch.view], self._offset(patch)
             bands.append(Band(target, patch.inner(view), seen[-1].background, *weights, rgb, report, offset))
         shown, covered = colors, drawn.alpha
-        if any(one.backward for one in seen):
-            parts = [one.color for one in seen], [one.alpha for one in seen]
-            shown, covered = (part[0] if len(part) == 1 else torch.cat(part) for part in parts)
+        if mapped := any(one.backward for one in seen):
+            shown, covered = _joined((one.color, one.alpha) for one in seen)
         v_color, v_alpha = torch.empty_like(colors), torch.empty_like(drawn.alpha)
         band_loss_into(
             shown, covered, bands, scale=self._settings.views, v_out=v_color, v_alpha=v_alpha, last=drawn.last,
             clamp=self._grids is None,
         )  # fmt: skip
-        for one, piece in zip(seen, slices, strict=True):
-            if one.backward is not None:
-                one.backward(v_color[piece], v_alpha[piece])
+        if mapped:
+            given = [(v_color[piece], v_alpha[piece]) for piece in slices]
+            v_color, v_alpha = _joined(
+                by if one.backward is None else one.backward(*by) for one, by in zip(seen, given, strict=True)
+            )
         rgbs = []
         for band, patch in zip(bands, own, strict=True):
             x0, y0, x1, y1 = patch.inner(views[patch.view])
@@ -113,13 +114,12 @@ class PatchLosses:
         if gains is None and mask is None:
             return _Seen(color, alpha, background, target, None)
 
-        def backward(v_color: Tensor, v_alpha: Tensor) -> None:
+        def backward(v_color: Tensor, v_alpha: Tensor) -> tuple[Tensor, Tensor]:
             if mask is not None:
-                found = torch.ops.ns_multigpu.composite_backward(color, alpha, background, v_color * mask)
-                for gradient, by in zip((v_color, v_alpha), found, strict=True):
-                    gradient.copy_(by)
+                v_color, v_alpha = torch.ops.ns_multigpu.composite_backward(color, alpha, background, v_color * mask)
             if gains is not None:
                 gains.backward(patch.view, *blended, v_color)
+            return v_color, v_alpha
 
         if mask is None:
             return _Seen(color, alpha, background, target, backward)
@@ -135,12 +135,11 @@ class PatchLosses:
         mapped, unmap = self._grids.applied(patch.view, shown, patch.rendered(view), (view.width, view.height))
         mapped = mapped.view(-1, 3) if mask is None else mapped.view(-1, 3) * mask
 
-        def backward(v_color: Tensor, v_alpha: Tensor) -> None:
+        def backward(v_color: Tensor, v_alpha: Tensor) -> tuple[Tensor, Tensor]:
+            del v_alpha
             v_mapped = v_color if mask is None else v_color * mask
             v_shown = unmap(v_mapped.view(target.shape)).reshape(-1, 3)
-            found = torch.ops.ns_multigpu.composite_backward(*blended, v_shown)
-            for gradient, by in zip((v_color, v_alpha), found, strict=True):
-                gradient.copy_(by)
+            return torch.ops.ns_multigpu.composite_backward(*blended, v_shown)
 
         return _Seen(mapped, torch.ones_like(blended[1]), torch.zeros_like(blended[2]), target, backward)
 
@@ -215,6 +214,11 @@ class PatchLosses:
             found = loss_weights(width, height, s.views, s.ssim_lambda, self._report.device)
             self._weights[width, height] = found
         return self._weights[width, height]
+
+
+def _joined(of_patches: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Join colours [P, 3] and alphas [P] of patches in their order."""
+    return [part[0] if len(part) == 1 else torch.cat(part) for part in zip(*of_patches, strict=True)]
 
 
 def loss_weights(

@@ -1,8 +1,8 @@
-// A thread a pixel for colours and their gradient: neighbours read the same corners of the grid, which stays in cache.
+// A block takes pixels of one of the grid's cells, and has the maps at its corners in shared memory.
 //
-// The grid's gradient is a sum over pixels that all want the same few addresses. So a block takes pixels of one of the
-// grid's cells. A thread has one of the maps' numbers, and sums it over a row in registers: by level, and for each level
-// its moments by the place in the cell, of which the four corners follow. The block adds these to memory once.
+// The grid's gradient is a sum over pixels that all want the same few addresses. A thread has one of the maps' numbers,
+// and sums it over a row in registers: by level, and for each level its moments by the place in the cell, of which the
+// four corners follow. The block adds these to memory once.
 #include "cuda/loss/bilateral_map.h"
 
 namespace nsmg {
@@ -14,6 +14,7 @@ constexpr int kAcross = 32, kDown = 64;  // pixels of a tile, at most
 constexpr int kRows = 16;                // of a tile, at once: each is a group's of kMap threads
 constexpr int kSums = kMap * kRows;      // threads that sum
 constexpr int kLevels = 8;               // that a thread sums
+constexpr int kMostLevels = 64;
 constexpr int kMoments = 4;              // 1, x, y, x * y
 constexpr float kRed = 0.299f, kGreen = 0.587f, kBlue = 0.114f;  // of gray
 
@@ -39,76 +40,6 @@ __device__ __forceinline__ Along along_gray(float gray, int levels) {
 
 __device__ __forceinline__ float gray_of(const float* rgb) { return kRed * rgb[0] + kGreen * rgb[1] + kBlue * rgb[2]; }
 
-// The maps below and above a pixel's gray.
-struct Maps {
-  float low[kMap], high[kMap];
-  float part;
-};
-
-__device__ __forceinline__ Maps maps_at(const BilateralGrid& grid, const MappedColors& colors, int pixel, float gray) {
-  const Along x = along(colors.x0 + pixel % colors.width, colors.view_width, grid.columns);
-  const Along y = along(colors.y0 + pixel / colors.width, colors.view_height, grid.rows);
-  const Along z = along_gray(gray, grid.levels);
-  const int right = x.cell + 1 < grid.columns ? 1 : 0, below = y.cell + 1 < grid.rows ? grid.columns : 0;
-  const float w11 = x.part * y.part, w01 = x.part - w11, w10 = y.part - w11, w00 = 1.0f - x.part - w10;
-  const int64_t level = int64_t{grid.rows} * grid.columns, step = z.cell + 1 < grid.levels ? level : 0;
-  Maps maps;
-  maps.part = z.part;
-#pragma unroll
-  for (int k = 0; k < kMap; ++k) {
-    const float* at = grid.values + (k * grid.levels + z.cell) * level + y.cell * grid.columns + x.cell;
-    maps.low[k] = w00 * at[0] + w01 * at[right] + w10 * at[below] + w11 * at[below + right];
-    at += step;
-    maps.high[k] = w00 * at[0] + w01 * at[right] + w10 * at[below] + w11 * at[below + right];
-  }
-  return maps;
-}
-
-__global__ void __launch_bounds__(kThreads)
-    map_kernel(const BilateralGrid grid, const MappedColors colors, float* __restrict__ out) {
-  const int pixel = blockIdx.x * kThreads + threadIdx.x;
-  if (pixel >= colors.width * colors.height) return;
-  const float* const rgb = colors.rgb + int64_t{3} * pixel;
-  const Maps maps = maps_at(grid, colors, pixel, gray_of(rgb));
-#pragma unroll
-  for (int c = 0; c < 3; ++c) {
-    float map[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      map[j] = maps.low[4 * c + j] + maps.part * (maps.high[4 * c + j] - maps.low[4 * c + j]);
-    }
-    out[int64_t{3} * pixel + c] = map[0] * rgb[0] + map[1] * rgb[1] + map[2] * rgb[2] + map[3];
-  }
-}
-
-__global__ void __launch_bounds__(kThreads)
-    colors_backward_kernel(const BilateralGrid grid, const MappedColors colors, const float* __restrict__ v_out,
-                           float* __restrict__ v_rgb) {
-  const int pixel = blockIdx.x * kThreads + threadIdx.x;
-  if (pixel >= colors.width * colors.height) return;
-  const float* const rgb = colors.rgb + int64_t{3} * pixel;
-  const float gray = gray_of(rgb);
-  const Maps maps = maps_at(grid, colors, pixel, gray);
-  float v[3] = {}, by_gray = 0.0f;
-#pragma unroll
-  for (int c = 0; c < 3; ++c) {
-    const float v_c = v_out[int64_t{3} * pixel + c];
-    float slope = 0.0f;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float difference = maps.high[4 * c + j] - maps.low[4 * c + j];
-      slope += difference * (j < 3 ? rgb[j] : 1.0f);
-      if (j < 3) v[j] += v_c * (maps.low[4 * c + j] + maps.part * difference);
-    }
-    by_gray += v_c * slope;
-  }
-  // As in torch, places at the grid's ends and beyond have no slope.
-  by_gray = gray > 0.0f && gray < 1.0f ? by_gray * float(grid.levels - 1) : 0.0f;
-  v_rgb[int64_t{3} * pixel] = v[0] + kRed * by_gray;
-  v_rgb[int64_t{3} * pixel + 1] = v[1] + kGreen * by_gray;
-  v_rgb[int64_t{3} * pixel + 2] = v[2] + kBlue * by_gray;
-}
-
 __host__ __device__ __forceinline__ int cells_of(int pixels, int nodes) { return nodes < 2 || pixels < 2 ? 1 : nodes - 1; }
 
 // The first pixel that lies in a cell or beyond it.
@@ -129,7 +60,7 @@ struct Tiles {
     const int cell = nodes < 2 || pixels < 2 ? pixels : (pixels - 1) / (nodes - 1) + 2;
     in_cell = (cell + side - 1) / side;
   }
-  int count() const { return cells_of(pixels, nodes) * in_cell; }
+  __host__ __device__ int count() const { return cells_of(pixels, nodes) * in_cell; }
 };
 
 // The pixels of a tile that lie in a rectangle from `first` on.
@@ -144,18 +75,110 @@ __device__ Range range_of(const Tiles& tiles, int tile, int first, int count) {
   return {cell, max(begin, first), min(end, first + count)};
 }
 
+// The maps at the corners of a tile's cell: above left, above right, below left, below right. [4, levels, kMap]; threads
+// of a warp read maps of different levels, whose four numbers lie in different banks.
+__device__ void load_corners(const BilateralGrid& grid, int column, int row, float4* corners) {
+  const int64_t plane = int64_t{grid.rows} * grid.columns;
+  float* const numbers = reinterpret_cast<float*>(corners);
+  for (int i = threadIdx.x; i < 4 * kMap * grid.levels; i += blockDim.x) {
+    const int k = i % kMap, level = i / kMap % grid.levels, corner = i / (kMap * grid.levels);
+    const int x = min(column + corner % 2, grid.columns - 1), y = min(row + corner / 2, grid.rows - 1);
+    numbers[i] = grid.values[(k * grid.levels + level) * plane + int64_t{y} * grid.columns + x];
+  }
+}
+
+// The maps below and above a pixel's gray.
+struct Maps {
+  float4 low[3], high[3];
+};
+
+__device__ __forceinline__ void add(float4* sum, float weight, float4 value) {
+  sum->x += weight * value.x, sum->y += weight * value.y, sum->z += weight * value.z, sum->w += weight * value.w;
+}
+
+__device__ __forceinline__ Maps maps_at(const float4* corners, int levels, float x, float y, int level) {
+  const float w11 = x * y;
+  const float weights[4] = {1.0f - x - (y - w11), x - w11, y - w11, w11};
+  const int above = level + 1 < levels ? 3 : 0;
+  Maps maps = {};
+#pragma unroll
+  for (int corner = 0; corner < 4; ++corner) {
+    const float4* const at = corners + 3 * (corner * levels + level);
+#pragma unroll
+    for (int c = 0; c < 3; ++c) {
+      add(maps.low + c, weights[corner], at[c]);
+      add(maps.high + c, weights[corner], at[above + c]);
+    }
+  }
+  return maps;
+}
+
+__device__ __forceinline__ float4 between(float4 low, float4 high, float part) {
+  return {low.x + part * (high.x - low.x), low.y + part * (high.y - low.y), low.z + part * (high.z - low.z),
+          low.w + part * (high.w - low.w)};
+}
+
+__device__ __forceinline__ float dot(float4 map, const float* rgb) {
+  return map.x * rgb[0] + map.y * rgb[1] + map.z * rgb[2] + map.w;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    map_kernel(const BilateralGrid grid, const MappedColors colors, const Tiles tiles_x, const Tiles tiles_y,
+               float* __restrict__ out) {
+  __shared__ float4 corners[4 * kMostLevels * kMap / 4];
+  const int across = tiles_x.count();
+  const Range x = range_of(tiles_x, blockIdx.x % across, colors.x0, colors.width);
+  const Range y = range_of(tiles_y, blockIdx.x / across, colors.y0, colors.height);
+  if (x.begin >= x.end || y.begin >= y.end) return;
+  load_corners(grid, x.cell, y.cell, corners);
+  __syncthreads();
+  const int width = x.end - x.begin, pixels = width * (y.end - y.begin);
+  for (int i = threadIdx.x; i < pixels; i += blockDim.x) {
+    const int column = x.begin + i % width, row = y.begin + i / width;
+    const int64_t at = 3 * (int64_t{row - colors.y0} * colors.width + column - colors.x0);
+    const float rgb[3] = {colors.rgb[at], colors.rgb[at + 1], colors.rgb[at + 2]};
+    const Along z = along_gray(gray_of(rgb), grid.levels);
+    const float part_x = along(column, colors.view_width, grid.columns).part;
+    const float part_y = along(row, colors.view_height, grid.rows).part;
+    const Maps maps = maps_at(corners, grid.levels, part_x, part_y, z.cell);
+#pragma unroll
+    for (int c = 0; c < 3; ++c) out[at + c] = dot(between(maps.low[c], maps.high[c], z.part), rgb);
+  }
+}
+
+// The gradient by a pixel's colour.
+__device__ void color_gradient(const Maps& maps, const Along& z, int levels, const float* rgb, const float* v_out,
+                               float* v_rgb) {
+  float v[3] = {}, by_gray = 0.0f;
+#pragma unroll
+  for (int c = 0; c < 3; ++c) {
+    const float4 map = between(maps.low[c], maps.high[c], z.part);
+    v[0] += v_out[c] * map.x, v[1] += v_out[c] * map.y, v[2] += v_out[c] * map.z;
+    by_gray += v_out[c] * (dot(maps.high[c], rgb) - dot(maps.low[c], rgb));
+  }
+  // As in torch, places at the grid's ends and beyond have no slope.
+  const float gray = gray_of(rgb);
+  by_gray = gray > 0.0f && gray < 1.0f ? by_gray * float(levels - 1) : 0.0f;
+  v_rgb[0] = v[0] + kRed * by_gray;
+  v_rgb[1] = v[1] + kGreen * by_gray;
+  v_rgb[2] = v[2] + kBlue * by_gray;
+}
+
 __global__ void __launch_bounds__(kSums)
-    grid_backward_kernel(const BilateralGrid grid, const MappedColors colors, const float* __restrict__ v_out,
-                         const Tiles tiles_x, const Tiles tiles_y, int groups, float* __restrict__ v_grid) {
+    backward_kernel(const BilateralGrid grid, const MappedColors colors, const float* __restrict__ v_out,
+                    const Tiles tiles_x, const Tiles tiles_y, int groups, float* __restrict__ v_grid,
+                    float* __restrict__ v_rgb) {
   __shared__ float v_tile[kRows][3 * kAcross], rgb_tile[kRows][3 * kAcross];
   __shared__ float4 hats[kRows][kAcross][kLevels / 4];  // of a pixel, the weights of levels
   __shared__ float x_parts[kAcross], sums[kMap * kLevels * kMoments];
+  __shared__ float4 corners[4 * kMostLevels * kMap / 4];
   const int tile = blockIdx.x / groups, first_level = blockIdx.x % groups * kLevels;
-  const int across = cells_of(tiles_x.pixels, tiles_x.nodes) * tiles_x.in_cell;
+  const int across = tiles_x.count();
   const Range x = range_of(tiles_x, tile % across, colors.x0, colors.width);
   const Range y = range_of(tiles_y, tile / across, colors.y0, colors.height);
   if (x.begin >= x.end || y.begin >= y.end) return;
   const int width = x.end - x.begin, k = threadIdx.x % kMap, own = threadIdx.x / kMap, c = k / 4, j = k % 4;
+  if (first_level == 0) load_corners(grid, x.cell, y.cell, corners);
   for (int i = threadIdx.x; i < kMap * kLevels * kMoments; i += blockDim.x) sums[i] = 0.0f;
   for (int p = threadIdx.x; p < width; p += blockDim.x) {
     x_parts[p] = along(x.begin + p, colors.view_width, grid.columns).part;
@@ -167,11 +190,18 @@ __global__ void __launch_bounds__(kSums)
     for (int i = threadIdx.x; i < rows * width; i += blockDim.x) {
       const int row = i / width, p = i % width;
       const int64_t at = 3 * (int64_t{top - colors.y0 + row} * colors.width + x.begin - colors.x0 + p);
+      float v[3], rgb[3];
+#pragma unroll
       for (int channel = 0; channel < 3; ++channel) {
-        v_tile[row][3 * p + channel] = v_out[at + channel];
-        rgb_tile[row][3 * p + channel] = colors.rgb[at + channel];
+        v_tile[row][3 * p + channel] = v[channel] = v_out[at + channel];
+        rgb_tile[row][3 * p + channel] = rgb[channel] = colors.rgb[at + channel];
       }
-      const Along z = along_gray(gray_of(rgb_tile[row] + 3 * p), grid.levels);
+      const Along z = along_gray(gray_of(rgb), grid.levels);
+      if (first_level == 0) {
+        const float part_y = along(top + row, colors.view_height, grid.rows).part;
+        const Maps maps = maps_at(corners, grid.levels, x_parts[p], part_y, z.cell);
+        color_gradient(maps, z, grid.levels, rgb, v, v_rgb + at);
+      }
       float hat[kLevels];
 #pragma unroll
       for (int l = 0; l < kLevels; ++l) {
@@ -234,11 +264,12 @@ __global__ void __launch_bounds__(kThreads)
   if (at >= count) return;
   const float own = grids[at];
   float sum = 0.0f;
-  int64_t step = 1, left = at;
+  int64_t step = 1;
+  int left = int(at % (int64_t{levels} * rows * columns));  // in its map
   for (const int nodes : {columns, rows, levels}) {
-    const int place = int(left % nodes);
+    const int place = left % nodes;
     if (nodes > 1) {
-      const float pairs = float(count / nodes) * float(nodes - 1);
+      const float pairs = float(count) * (float(nodes - 1) / float(nodes));
       const float before = place > 0 ? own - grids[at - step] : 0.0f;
       const float after = place + 1 < nodes ? grids[at + step] - own : 0.0f;
       sum += (before - after) / pairs;
@@ -249,25 +280,30 @@ __global__ void __launch_bounds__(kThreads)
   v_grids[at] = 2.0f * weight * sum;
 }
 
-int blocks_of(const MappedColors& colors) { return (colors.width * colors.height + kThreads - 1) / kThreads; }
+// The tiles of a view.
+Tiles tiles_across(const BilateralGrid& grid, const MappedColors& colors) {
+  return Tiles(colors.view_width, grid.columns, kAcross);
+}
+Tiles tiles_down(const BilateralGrid& grid, const MappedColors& colors) {
+  return Tiles(colors.view_height, grid.rows, kDown);
+}
 
 }  // namespace
 
 cudaError_t bilateral_map_launch(const BilateralGrid& grid, const MappedColors& colors, float* out, cudaStream_t stream) {
   if (colors.width * colors.height == 0) return cudaSuccess;
-  map_kernel<<<blocks_of(colors), kThreads, 0, stream>>>(grid, colors, out);
+  const Tiles x = tiles_across(grid, colors), y = tiles_down(grid, colors);
+  const int blocks = x.count() * y.count();
+  map_kernel<<<blocks, kThreads, 0, stream>>>(grid, colors, x, y, out);
   return cudaGetLastError();
 }
 
 cudaError_t bilateral_map_backward_launch(const BilateralGrid& grid, const MappedColors& colors, const float* v_out,
                                           float* v_grid, float* v_rgb, cudaStream_t stream) {
   if (colors.width * colors.height == 0) return cudaSuccess;
-  colors_backward_kernel<<<blocks_of(colors), kThreads, 0, stream>>>(grid, colors, v_out, v_rgb);
-  const cudaError_t status = cudaGetLastError();
-  if (status != cudaSuccess) return status;
-  const Tiles x(colors.view_width, grid.columns, kAcross), y(colors.view_height, grid.rows, kDown);
+  const Tiles x = tiles_across(grid, colors), y = tiles_down(grid, colors);
   const int groups = (grid.levels + kLevels - 1) / kLevels, blocks = x.count() * y.count() * groups;
-  grid_backward_kernel<<<blocks, kSums, 0, stream>>>(grid, colors, v_out, x, y, groups, v_grid);
+  backward_kernel<<<blocks, kSums, 0, stream>>>(grid, colors, v_out, x, y, groups, v_grid, v_rgb);
   return cudaGetLastError();
 }
 
