@@ -29,7 +29,7 @@ PRIMITIVES = (
 EXCHANGE = ("exchange/row_pack", "exchange/row_wire")
 POSES = ("common/rows", "optim/splat_poses", "optim/view_poses")
 NEVER = 2**31 - 1
-_LAUNCH = re.compile(r"(\w+)<<<(.*?),\s*(\w+), 0, stream>>>\((.*?)\);", re.DOTALL)
+_LAUNCH = re.compile(r"(\w+(?:<\w+>)?)<<<(.*?),\s*(\w+), 0, stream>>>\((.*?)\);", re.DOTALL)
 
 _NUMBERS = ("rows", "intersections", "tiles", "pixels")
 _CHOICES = ("channels", "patches", "split_above", "blocks_at_once", "mark_stops", "absgrad")

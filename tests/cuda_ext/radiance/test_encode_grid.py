@@ -1,5 +1,7 @@
 """`encode_grid`: what nerfstudio's hash encoding computes, and its gradients; on a CPU and on a GPU."""
 
+import ctypes
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from nerfstudio.field_components.encodings import HashEncoding
 from torch import Tensor
 
 from cuda_ext import encode_grid
+from tests.cuda_ext.emulated import compiled
 
 OPS: Any = torch.ops.ns_multigpu
 
@@ -20,6 +23,12 @@ def grid(levels: int = 4, width: int = 2, log2_size: int = 8, count: int = 500) 
     table = torch.randn(levels << log2_size, width, generator=g)
     scalings = torch.floor(8 * 1.7 ** torch.arange(levels))
     return positions, table, scalings, log2_size
+
+
+def along_rays(positions: Tensor) -> Tensor:
+    """Return positions in the order of rays: runs of one to all of a warp's are in one voxel."""
+    steps = torch.arange(len(positions)) % 37 * torch.tensor([3e-5, 2e-3])[torch.arange(len(positions)) // 150 % 2]
+    return (positions[::37].repeat_interleave(37, 0)[: len(positions)] + steps[:, None]).clamp(0, 1)
 
 
 def gradients(positions: Tensor, table: Tensor, scalings: Tensor, log2_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,6 +79,31 @@ def test_the_operators_have_fake_kernels() -> None:
         torch.library.opcheck(OPS.encode_grid_backward.default, arguments, test_utils="test_faketensor")
 
 
+class _HashGrid(ctypes.Structure):
+    _fields_ = (
+        ("table", ctypes.c_void_p),
+        ("scalings", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("levels", "width", "log2_size")),
+    )
+
+
+def test_the_kernel_sums_runs_of_one_voxel(tmp_path: Path) -> None:
+    """The CUDA kernel of the gradient, on a CPU: positions along rays, in any order, and without a gradient."""
+    library = compiled(tmp_path, ("radiance/encode_grid",), "encode_grid.cpp")
+    for width, count in ((2, 700), (1, 33), (4, 300)):
+        positions, table, scalings, size = grid(levels=1, width=width, log2_size=10, count=count)
+        for at in (positions, along_rays(positions)):
+            v_features = torch.randn(count, width, generator=torch.Generator().manual_seed(8))
+            v_features[count // 3 : count // 2] = 0.0
+            expected = OPS.encode_grid_backward(at, table, scalings, size, v_features, True)
+            found = torch.zeros_like(at), torch.zeros_like(table)
+            there = ctypes.byref(_HashGrid(table.data_ptr(), scalings.data_ptr(), 1, width, size))
+            pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (at, v_features, *found)]
+            library.encode_grid_backward(there, pointers[0], ctypes.c_int64(count), *pointers[1:])
+            for here, wanted in zip(found, expected, strict=True):
+                torch.testing.assert_close(here, wanted, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("levels", "width", "log2_size", "count"),
@@ -77,6 +111,7 @@ def test_the_operators_have_fake_kernels() -> None:
 )
 def test_a_gpu_computes_the_same(levels: int, width: int, log2_size: int, count: int) -> None:
     positions, table, scalings, size = grid(levels, width, log2_size, count)
+    positions[count // 2 :] = along_rays(positions)[count // 2 :]
     expected = gradients(positions, table, scalings, size)
     found = gradients(positions.cuda(), table.cuda(), scalings.cuda(), size)
     for name, there, here in zip(("features", "positions", "table"), found, expected, strict=True):

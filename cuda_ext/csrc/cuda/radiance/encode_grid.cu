@@ -8,6 +8,8 @@ namespace nsmg {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr unsigned kAll = 0xffffffffu;
+constexpr int kMostRuns = 20;  // of a warp's samples in voxels, up to which each run is summed before it is added
 
 template <int kWidth>
 __global__ void __launch_bounds__(kThreads)
@@ -32,19 +34,37 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <int kWidth>
-__device__ void add_row(float* row, const float* v, float weight) {
+__device__ void add_row(float* row, const float* v) {
 #if __CUDA_ARCH__ >= 900
   if constexpr (kWidth % 2 == 0) {
 #pragma unroll
     for (int f = 0; f < kWidth; f += 2) {
-      atomicAdd(reinterpret_cast<float2*>(row + f), make_float2(weight * v[f], weight * v[f + 1]));
+      atomicAdd(reinterpret_cast<float2*>(row + f), make_float2(v[f], v[f + 1]));
     }
   } else
 #endif
   {
 #pragma unroll
-    for (int f = 0; f < kWidth; ++f) atomicAdd(row + f, weight * v[f]);
+    for (int f = 0; f < kWidth; ++f) atomicAdd(row + f, v[f]);
   }
+}
+
+// Neighbouring samples of a ray often lie in one voxel: a run of lanes.
+struct Run {
+  bool first;  // this lane is its run's
+  int end;     // lane behind the run
+};
+
+__device__ Run run_of(const Voxel<float>& voxel, int lane, unsigned* firsts) {
+  bool alone = lane == 0;
+#pragma unroll
+  for (int axis = 0; axis < 3; ++axis) {
+    const unsigned key = 2 * voxel.low[axis] + (voxel.high[axis] - voxel.low[axis]);  // on a face both are one
+    alone |= __shfl_up_sync(kAll, key, 1) != key;
+  }
+  *firsts = __ballot_sync(kAll, alone);
+  const unsigned behind = *firsts & ~((2u << lane) - 1u);
+  return {alone, behind == 0 ? 32 : __ffs(behind) - 1};
 }
 
 template <int kWidth>
@@ -53,32 +73,48 @@ __global__ void __launch_bounds__(kThreads)
                            const float* __restrict__ v_features, float* __restrict__ v_positions,
                            float* __restrict__ v_table) {
   const int64_t n = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (n >= count) return;
-  const int level = int(blockIdx.y);
+  const int64_t own = n < count ? n : count - 1;  // each lane takes part
+  const int level = int(blockIdx.y), lane = int(threadIdx.x) % 32;
   const unsigned mask = (1u << grid.log2_size) - 1u;
   const int64_t first = (int64_t(level) << grid.log2_size) * kWidth;
   const float scaling = grid.scalings[level];
-  const Voxel<float> voxel(positions + n * 3, scaling);
+  const Voxel<float> voxel(positions + own * 3, scaling);
   float v[kWidth];
   bool any = false;
 #pragma unroll
   for (int f = 0; f < kWidth; ++f) {
-    v[f] = v_features[(n * grid.levels + level) * kWidth + f];
+    v[f] = n < count ? v_features[(own * grid.levels + level) * kWidth + f] : 0.0f;
     any |= v[f] != 0.0f;
   }
-  if (!any) return;
+  if (!__any_sync(kAll, any)) return;
+  unsigned firsts;
+  const Run run = run_of(voxel, lane, &firsts);
+  const bool together = __popc(firsts) <= kMostRuns;
   float moved[3] = {};
 #pragma unroll
   for (int corner = 0; corner < 8; ++corner) {
     const int64_t at = first + int64_t(voxel.row(corner, mask)) * kWidth;
-    add_row<kWidth>(v_table + at, v, voxel.weight(corner));
+    const float weight = voxel.weight(corner);
+    float sum[kWidth];
+#pragma unroll
+    for (int f = 0; f < kWidth; ++f) sum[f] = weight * v[f];
+    if (together) {
+      for (int by = 1; __any_sync(kAll, lane + by < run.end); by *= 2) {
+#pragma unroll
+        for (int f = 0; f < kWidth; ++f) {
+          const float next = __shfl_sync(kAll, sum[f], (lane + by) % 32);
+          if (lane + by < run.end) sum[f] += next;
+        }
+      }
+    }
+    if (together ? run.first : any) add_row<kWidth>(v_table + at, sum);
     if (v_positions == nullptr) continue;
     float dot = 0.0f;
 #pragma unroll
     for (int f = 0; f < kWidth; ++f) dot += v[f] * grid.table[at + f];
     voxel.add_slope(corner, dot, moved);
   }
-  if (v_positions == nullptr) return;
+  if (v_positions == nullptr || !any) return;
 #pragma unroll
   for (int axis = 0; axis < 3; ++axis) atomicAdd(v_positions + n * 3 + axis, moved[axis] * scaling);
 }

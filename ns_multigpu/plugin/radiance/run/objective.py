@@ -44,6 +44,7 @@ class RadianceObjective(Objective):
     def begin(self, first: int) -> None:
         """See `Objective.begin`."""
         self._first = first
+        torch.backends.cuda.matmul.allow_tf32 = True  # products in TF32, sums in float32
         config, model, guard = self.config, self.pipeline.model, self.guards.numbers
         guard.prepare(self.optimizers.optimizers)
         wish, on_gpu = config.fused_steps, self.world.device.type == "cuda"
