@@ -2,7 +2,8 @@
 //
 // The grid's gradient is a sum over pixels that all want the same few addresses. A thread has one of the maps' numbers,
 // and sums it over a row in registers: by level, and for each level its moments by the place in the cell, of which the
-// four corners follow. The block adds these to memory once.
+// four corners follow. The block adds these to memory once, its threads' without atomic operations: of floats, these are
+// loops of compare and swap in shared memory.
 #include "cuda/loss/bilateral_map.h"
 
 namespace nsmg {
@@ -168,10 +169,18 @@ __global__ void __launch_bounds__(kSums)
     backward_kernel(const BilateralGrid grid, const MappedColors colors, const float* __restrict__ v_out,
                     const Tiles tiles_x, const Tiles tiles_y, int groups, float* __restrict__ v_grid,
                     float* __restrict__ v_rgb) {
-  __shared__ float v_tile[kRows][3 * kAcross], rgb_tile[kRows][3 * kAcross];
-  __shared__ float4 hats[kRows][kAcross][kLevels / 4];  // of a pixel, the weights of levels
-  __shared__ float x_parts[kAcross], sums[kMap * kLevels * kMoments];
+  __shared__ union {
+    struct {  // padded, so that the rows of a warp are in other banks
+      float v[kRows][3 * kAcross + 4], rgb[kRows][3 * kAcross + 4];
+      float4 hats[kRows][kAcross * kLevels / 4 + 1];  // of a pixel, the weights of levels
+    } tile;
+    float4 moments[kLevels][kSums];  // of each thread
+  } shared;
+  __shared__ float x_parts[kAcross];
   __shared__ float4 corners[4 * kMostLevels * kMap / 4];
+  auto& tile_v = shared.tile.v;
+  auto& tile_rgb = shared.tile.rgb;
+  auto& hats = shared.tile.hats;
   const int tile = blockIdx.x / groups, first_level = blockIdx.x % groups * kLevels;
   const int across = tiles_x.count();
   const Range x = range_of(tiles_x, tile % across, colors.x0, colors.width);
@@ -179,7 +188,6 @@ __global__ void __launch_bounds__(kSums)
   if (x.begin >= x.end || y.begin >= y.end) return;
   const int width = x.end - x.begin, k = threadIdx.x % kMap, own = threadIdx.x / kMap, c = k / 4, j = k % 4;
   if (first_level == 0) load_corners(grid, x.cell, y.cell, corners);
-  for (int i = threadIdx.x; i < kMap * kLevels * kMoments; i += blockDim.x) sums[i] = 0.0f;
   for (int p = threadIdx.x; p < width; p += blockDim.x) {
     x_parts[p] = along(x.begin + p, colors.view_width, grid.columns).part;
   }
@@ -193,8 +201,8 @@ __global__ void __launch_bounds__(kSums)
       float v[3], rgb[3];
 #pragma unroll
       for (int channel = 0; channel < 3; ++channel) {
-        v_tile[row][3 * p + channel] = v[channel] = v_out[at + channel];
-        rgb_tile[row][3 * p + channel] = rgb[channel] = colors.rgb[at + channel];
+        tile_v[row][3 * p + channel] = v[channel] = v_out[at + channel];
+        tile_rgb[row][3 * p + channel] = rgb[channel] = colors.rgb[at + channel];
       }
       const Along z = along_gray(gray_of(rgb), grid.levels);
       if (first_level == 0) {
@@ -208,16 +216,16 @@ __global__ void __launch_bounds__(kSums)
         const int above = first_level + l - z.cell;
         hat[l] = above == 0 ? 1.0f - z.part : above == 1 ? z.part : 0.0f;
       }
-      hats[row][p][0] = {hat[0], hat[1], hat[2], hat[3]};
-      hats[row][p][1] = {hat[4], hat[5], hat[6], hat[7]};
+      hats[row][2 * p] = {hat[0], hat[1], hat[2], hat[3]};
+      hats[row][2 * p + 1] = {hat[4], hat[5], hat[6], hat[7]};
     }
     __syncthreads();
     if (own >= rows) continue;
     float plain[kLevels] = {}, by_x[kLevels] = {};
     for (int p = 0; p < width; ++p) {
-      const float value = v_tile[own][3 * p + c] * (j < 3 ? rgb_tile[own][3 * p + j] : 1.0f);
+      const float value = tile_v[own][3 * p + c] * (j < 3 ? tile_rgb[own][3 * p + j] : 1.0f);
       const float value_x = value * x_parts[p];
-      const float4 low = hats[own][p][0], high = hats[own][p][1];
+      const float4 low = hats[own][2 * p], high = hats[own][2 * p + 1];
       const float hat[kLevels] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
       for (int l = 0; l < kLevels; ++l) {
@@ -234,23 +242,26 @@ __global__ void __launch_bounds__(kSums)
       moments[l][3] += part * by_x[l];
     }
   }
+  __syncthreads();
 #pragma unroll
   for (int l = 0; l < kLevels; ++l) {
-#pragma unroll
-    for (int m = 0; m < kMoments; ++m) atomicAdd(sums + (k * kLevels + l) * kMoments + m, moments[l][m]);
+    shared.moments[l][threadIdx.x] = {moments[l][0], moments[l][1], moments[l][2], moments[l][3]};
   }
   __syncthreads();
   for (int i = threadIdx.x; i < kMap * kLevels; i += blockDim.x) {
-    const int level = first_level + i % kLevels;
+    const int of = i % kMap, level = first_level + i / kMap;
     if (level >= grid.levels) continue;
-    const float all = sums[kMoments * i], right = sums[kMoments * i + 1];
-    const float below = sums[kMoments * i + 2], both = sums[kMoments * i + 3];
-    const float corners[2][2] = {{all - right - below + both, right - both}, {below - both, both}};
-    float* const to = v_grid + (int64_t{i / kLevels} * grid.levels + level) * grid.rows * grid.columns;
+    float all = 0.0f, right = 0.0f, below = 0.0f, both = 0.0f;
+    for (int row = 0; row < kRows; ++row) {
+      const float4 sum = shared.moments[i / kMap][kMap * row + of];
+      all += sum.x, right += sum.y, below += sum.z, both += sum.w;
+    }
+    const float sums[2][2] = {{all - right - below + both, right - both}, {below - both, both}};
+    float* const to = v_grid + (int64_t{of} * grid.levels + level) * grid.rows * grid.columns;
     for (int a = 0; a < 2; ++a) {
       for (int b = 0; b < 2; ++b) {
         const bool inside = y.cell + a < grid.rows && x.cell + b < grid.columns;
-        if (inside && corners[a][b] != 0.0f) atomicAdd(to + (y.cell + a) * grid.columns + x.cell + b, corners[a][b]);
+        if (inside && sums[a][b] != 0.0f) atomicAdd(to + (y.cell + a) * grid.columns + x.cell + b, sums[a][b]);
       }
     }
   }
