@@ -15,8 +15,9 @@ from ns_multigpu.radiance.partition import spacing
 
 _STEPS, _VOXELS = 9, 10
 """First seed numbers of the random draws."""
-_EVERY, _ALL_UNTIL, _CHUNK = 16, 256, 1 << 20
-"""Steps between grid updates; step until which all voxels are updated (later a quarter of them); points per chunk."""
+_EVERY, _FROM, _ALL_UNTIL, _CHUNK = 16, 256, 512, 1 << 20
+"""Steps between grid updates; step of the first, until which no voxel is empty; step until which all voxels are updated
+(later a quarter of them); points per chunk."""
 
 
 class OccupancySampling:
@@ -40,10 +41,12 @@ class OccupancySampling:
     @torch.no_grad()
     def end_step(self, cells: dict[int, Cell]) -> None:
         """Update grids every few steps: at first all voxels, later random and occupied ones."""
-        if self.step % _EVERY:
+        if self.step < _FROM or self.step % _EVERY:
             return
         for number, cell in cells.items():
             grid = self._grid(cell)
+            if self.step == _FROM:
+                grid.values.zero_()
             device, count = grid.values.device, len(grid.values)
             with drawn(device, self.seed, _VOXELS, self.step, number):
                 voxels = torch.arange(count, device=device)
