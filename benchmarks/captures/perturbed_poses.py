@@ -96,6 +96,9 @@ def perturbed(turns: Rotation, centres: Floats, degrees: float, share: float, se
 def pose_errors(capture: Path, names: Sequence[str], poses: Floats) -> dict[str, float]:
     """Return the mean errors of poses: "degrees", and "share" of the cameras' extent.
 
+    "aligned_degrees" and "aligned_share" are those without the motion and the scale that all poses have in common,
+    which no photograph that is trained on can tell.
+
     Args:
         capture: has the true poses. names: of the views, within `images`.
         poses: [n, 3, 4] from camera to world, in COLMAP's world and axes.
@@ -103,11 +106,20 @@ def pose_errors(capture: Path, names: Sequence[str], poses: Floats) -> dict[str,
     turns, centres = poses_of(capture)
     numbers = {view.name: index for index, view in enumerate(look_at(capture / _MODEL).views)}
     true = [numbers[name] for name in names]
-    apart = [
-        (Rotation.from_matrix(pose[:, :3]) * turns[k].inv()).magnitude() for pose, k in zip(poses, true, strict=True)
-    ]
-    moved = np.linalg.norm(poses[:, :, 3] - centres[true], axis=1)
-    return {"degrees": float(np.degrees(np.mean(apart))), "share": float(moved.mean()) / extent(centres)}
+    found, wanted = poses[:, :, 3], centres[true]
+    apart = Rotation.concatenate(
+        [Rotation.from_matrix(pose[:, :3]) * turns[k].inv() for pose, k in zip(poses, true, strict=True)]
+    )
+    around, target = found - found.mean(0), wanted - wanted.mean(0)
+    common = Rotation.align_vectors(target, around)[0]
+    aligned = common.apply(around) * np.linalg.norm(target) / np.linalg.norm(around)
+    size = extent(centres)
+    return {
+        "degrees": float(np.degrees(apart.magnitude()).mean()),
+        "share": float(np.linalg.norm(found - wanted, axis=1).mean()) / size,
+        "aligned_degrees": float(np.degrees((apart.mean().inv() * apart).magnitude()).mean()),
+        "aligned_share": float(np.linalg.norm(aligned - target, axis=1).mean()) / size,
+    }
 
 
 if __name__ == "__main__":

@@ -70,11 +70,24 @@ def test_pose_errors_of_some_views(tmp_path: Path) -> None:
     (turns, centres), (turned, shifted) = poses_of(capture), poses_of(copy)
     names = [view.name for view in look_at(capture / "sparse" / "0").views]
     chosen = [5, 1]
-    poses = np.concatenate([turned.as_matrix()[chosen], shifted[chosen][:, :, None]], 2)
-    found = pose_errors(capture, [names[index] for index in chosen], poses)
+    poses = np.concatenate([turns.as_matrix()[chosen], centres[chosen][:, :, None]], 2)
+    found = pose_errors(copy, [names[index] for index in chosen], poses)
     assert found["degrees"] == pytest.approx(np.degrees((turned * turns.inv()).magnitude())[chosen].mean())
     moved = np.linalg.norm(shifted - centres, axis=1)[chosen].mean()
-    assert found["share"] == pytest.approx(moved / extent(centres))
+    assert found["share"] == pytest.approx(moved / extent(shifted))
+
+
+def test_aligned_errors_ignore_a_common_motion(tmp_path: Path) -> None:
+    capture, copy = copied(tmp_path)
+    turns, centres = poses_of(copy)
+    names = [view.name for view in look_at(copy / "sparse" / "0").views]
+    common = Rotation.from_rotvec([0.1, -0.2, 0.3])
+    poses = np.concatenate([(common * turns).as_matrix(), (1.1 * common.apply(centres) + 2)[:, :, None]], 2)
+    found = pose_errors(copy, names, poses)
+    assert found["degrees"] == pytest.approx(np.degrees(common.magnitude())) and found["share"] > 0.1
+    assert found["aligned_degrees"] < 1e-4 and found["aligned_share"] < 1e-6
+    other = pose_errors(capture, names, poses)
+    assert 0.1 < other["aligned_degrees"] < 1 and 0.002 < other["aligned_share"] < 0.02
 
 
 @pytest.mark.parametrize(
