@@ -97,7 +97,7 @@ def pose_errors(capture: Path, names: Sequence[str], poses: Floats) -> dict[str,
     """Return the mean errors of poses: "degrees", and "share" of the cameras' extent.
 
     "aligned_degrees" and "aligned_share" are those without the motion and the scale that all poses have in common,
-    which no photograph that is trained on can tell.
+    which photographs of training views do not determine.
 
     Args:
         capture: has the true poses. names: of the views, within `images`.
