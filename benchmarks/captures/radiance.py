@@ -71,6 +71,7 @@ def command(way: str, options: argparse.Namespace, output: Path) -> list[str]:
     words += [f"--options={extra}"] if extra else []
     words += ["--at", *map(str, options.at)] if options.at else []
     words += ["--profile"] if options.profile else []
+    words += ["--truth", str(options.truth)] if options.truth else []
     return [*words, "--", *options.dataparser]
 
 
@@ -167,6 +168,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--options", default="", help="further options of ns-train for all ways, as one string")
     parser.add_argument("--profile", action="store_true", help="see where five more steps of each way spend their time")
+    parser.add_argument("--truth", type=Path, help="a capture with the true poses of training views, to measure errors")
     parser.add_argument("--json", type=Path)
     parser.add_argument("dataparser", nargs="+", help="after --: the dataparser and its options")
     options = parser.parse_args()

@@ -26,6 +26,7 @@ from torch import Tensor
 from torchmetrics.functional import structural_similarity_index_measure
 
 from benchmarks.baselines.separate_fields import BASELINES
+from benchmarks.captures.perturbed_poses import pose_errors
 from benchmarks.captures.radiance import EVALUATIONS
 from benchmarks.captures.splatfacto_baseline import NoLpips
 from ns_multigpu.radiance.exchange import bytes_a_ray
@@ -137,6 +138,8 @@ class Run:
                 result["bytes_a_ray"] = sent
             if model.partition is not None:
                 result["cells"] = model.partition.cells
+        if self._options.truth is not None:
+            result["pose_errors"] = self._pose_errors(self._options.truth)
         return result
 
     # ---- helpers ----
@@ -214,6 +217,19 @@ class Run:
             "rays_per_s": speed,
         }  # fmt: skip
 
+    @torch.no_grad()
+    def _pose_errors(self, truth: Path) -> dict[str, float]:
+        """Return the errors of the training views' poses as they are corrected, against a capture's."""
+        pipeline = self.trainer.pipeline
+        parsed, poses = pipeline.datamanager.train_dataparser_outputs, list[Tensor]()
+        for index in range(len(parsed.cameras)):
+            camera = parsed.cameras[index : index + 1]
+            camera.metadata = {"cam_idx": index}
+            poses.append(pipeline.model.camera_optimizer.apply_to_camera(camera).cpu())
+        folder = pipeline.datamanager.config.dataparser.data
+        names = ["/".join(file.relative_to(folder).parts[1:]) for file in parsed.image_filenames]
+        return pose_errors(truth, names, parsed.transform_poses_to_original_space(torch.cat(poses)).double().numpy())
+
     def _any(self, here: bool) -> bool:
         return self._total(float(here)) > 0
 
@@ -236,6 +252,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--options", default="", help="further options of ns-train, as one string")
     parser.add_argument("--profile", action="store_true", help="see what the last steps take their time for")
+    parser.add_argument("--truth", type=Path, help="a capture with the true poses")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("dataparser", nargs="+")
     options = parser.parse_args()

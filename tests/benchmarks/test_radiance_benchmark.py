@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.captures import radiance
+from benchmarks.captures import perturbed_poses, radiance
+from tests.lib import colmap_files
 from tests.lib.rendering import write_capture
 
 
@@ -17,7 +19,7 @@ def options(**more: Any) -> argparse.Namespace:
     usual = {
         "options": "--a 1", "device": "cpu", "steps": 3, "seconds": 1e9, "views": 1, "seed": 7, "at": [2],
         "profile": False, "limit": None, "gpus": [], "at_once": 1, "deadline": None, "ways": ["xl-1", "xl-2"],
-        "dataparser": ["colmap", "--data", "fox"],
+        "truth": None, "dataparser": ["colmap", "--data", "fox"],
     }  # fmt: skip
     return argparse.Namespace(**{**usual, **more})
 
@@ -88,6 +90,29 @@ def test_a_run_writes_down_each_evaluation(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "runs" / "xl-2" / radiance.EVALUATIONS).read_text())
     assert [look["steps"] for look in kept] == [2, 3] and kept == row["courses"]
     assert kept[0]["psnr"] == pytest.approx(sum(kept[0]["psnr_by_view"]) / kept[0]["views"], abs=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["off", "SO3xR3"])
+def test_pose_errors_are_those_of_the_corrected_poses(mode: str, tmp_path: Path) -> None:
+    """Corrections after three steps are small."""
+    truth, copy = colmap_files.write_capture(tmp_path / "truth"), tmp_path / "copy"
+    perturbed_poses.main(["--data", str(truth), "--output", str(copy), "--degrees", "2", "--share", "0.05"])
+    given = options(
+        options=f"--pipeline.datamanager.train-num-rays-per-batch 64 --pipeline.model.log2-hashmap-size 8 "
+        f"--pipeline.model.camera-optimizer.mode {mode}",
+        dataparser=["colmap", "--data", str(copy), "--colmap-path", "sparse/0", "--downscale-factor", "1"],
+        truth=truth,
+    )
+    row = radiance.run("xl-1", given, tmp_path / "runs")
+    (turns, centres), (turned, shifted) = (perturbed_poses.poses_of(one) for one in (truth, copy))
+    trained = perturbed_poses.training(len(centres))
+    degrees = np.degrees((turned * turns.inv()).magnitude())[trained].mean()
+    share = np.linalg.norm(shifted - centres, axis=1)[trained].mean() / perturbed_poses.extent(centres)
+    found = row["pose_errors"]
+    tolerance = 1e-3 if mode == "off" else 0.5
+    assert found["degrees"] == pytest.approx(degrees, abs=tolerance)
+    assert found["share"] == pytest.approx(share, abs=tolerance / 10)
+    assert (abs(found["degrees"] - degrees) > 2e-3) == (mode != "off")
 
 
 def test_runs_share_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
