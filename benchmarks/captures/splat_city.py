@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     pick = torch.randperm(given.gaussians, generator=torch.Generator().manual_seed(given.seed))[: given.seed_points]
     seeds = SeedPoints(model.means[pick].cpu(), (model.colors[pick] * 255 + 0.5).to(torch.uint8).cpu())
     begun = time.perf_counter()
-    stops = exposures(given.views, given.stops, given.seed, 8) if given.stops > 0 else np.zeros(given.views)
+    stops = exposures(given.views, given.stops, given.seed) if given.stops > 0 else np.zeros(given.views)
     observed, compared = list[Observed](), dict[int, np.ndarray]()
     chosen = set(np.linspace(0, given.views - 1, given.compare).astype(int).tolist())
     with ThreadPoolExecutor() as pool:

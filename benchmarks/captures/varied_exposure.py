@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from ns_multigpu.plugin.capture.colmap import look_at
+
 SUFFIXES = (".jpg", ".jpeg", ".png")
 HELD_OUT = 8
 """Interval of the photographs that are held out."""
@@ -45,9 +47,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def photographs(capture: Path) -> list[str]:
-    """Return the names of a capture's photographs, within `images`."""
+    """Return the names of a capture's photographs, within `images`, by image id: `--eval-mode interval` counts so.
+
+    Those that COLMAP's model in sparse/0 does not list come last.
+    """
     whole = capture / "images"
-    return sorted(str(file.relative_to(whole)) for file in whole.rglob("*") if file.suffix.lower() in SUFFIXES)
+    names = sorted(str(file.relative_to(whole)) for file in whole.rglob("*") if file.suffix.lower() in SUFFIXES)
+    number = {view.name: index for index, view in enumerate(look_at(capture / "sparse" / "0").views)}
+    return sorted(names, key=lambda name: number.get(name, len(number)))
 
 
 def exposures(views: int, stops: float, seed: int) -> np.ndarray:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.captures.varied_exposure import exposures, main
+from benchmarks.captures.varied_exposure import exposures, main, photographs
+from tests.lib.colmap_files import shots, write_capture
 
 
 @pytest.mark.parametrize(
@@ -46,3 +47,13 @@ def test_photographs_to_train_on_differ_and_held_out_ones_do_not(tmp_path: Path)
                 for one in ("capture", "copy")
             ]
             assert np.log2(light[1] / light[0]).mean() == pytest.approx(stop, abs=0.05)
+
+
+def test_photographs_are_counted_by_image_id(tmp_path: Path) -> None:
+    """As `--eval-mode interval` does: names may be in another order."""
+    images = shots(10)
+    for shot in images:
+        shot.image = 100 - shot.image
+    capture = write_capture(tmp_path / "capture", images)
+    Image.new("RGB", (8, 8)).save(capture / "images" / "0000.png")  # without a pose
+    assert photographs(capture) == [*sorted((shot.name for shot in images), reverse=True), "0000.png"]
