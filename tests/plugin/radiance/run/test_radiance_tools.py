@@ -1,12 +1,15 @@
 """`ns-multigpu eval` and `render` of a radiance field: several workers, each with its cells, write what one writes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from nerfstudio.cameras.cameras import CameraType
+from nerfstudio.field_components.field_heads import FieldHeadNames
 from PIL import Image
 
 from ns_multigpu.core.dist.world import World
@@ -100,6 +103,72 @@ def test_several_write_what_one_writes(run: Path, tmp_path: Path) -> None:
         assert pixels[:, :25].std() > 5
 
 
+# ---- a mesh ----
+
+RADIUS, VOXEL = 0.5, 0.04
+
+
+def _ball(cell: Any) -> None:
+    """Make a cell's field an opaque ball: red above, blue below."""
+
+    def density(positions: Any, times: Any = None) -> torch.Tensor:
+        del times
+        return 500.0 * (positions.norm(dim=-1, keepdim=True) < RADIUS)
+
+    def together(several: Any) -> list[Any]:
+        places = [one.frustums.get_positions() for one in several]
+        up = [(place[..., 2:] > 0).float() for place in places]
+        colours = [torch.cat([high, torch.zeros_like(high), 1 - high], -1) for high in up]
+        return [
+            {FieldHeadNames.DENSITY: density(place), FieldHeadNames.RGB: colour}
+            for place, colour in zip(places, colours, strict=True)
+        ]
+
+    cell.field.together = together
+    for network in cell.proposal_networks:
+        network.density_fn = density
+
+
+def _mesh(world: World, run: Path, work: Meshing, lens: bool = False) -> None:
+    set_world(world)
+    (checkpoint,) = (run.parent / "nerfstudio_models").glob("*.ckpt")
+    config = read_config(run)
+    pipeline: Any = load_model(config, checkpoint, world, work.test_mode)
+    for cell in pipeline.model.cells.values():
+        _ball(cell)
+    if lens:
+        pipeline.datamanager.train_dataset.cameras.camera_type.fill_(CameraType.FISHEYE.value)
+    work.run(config, checkpoint, pipeline)
+    set_world(None)
+
+
+def _vertices(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return vertices, sorted, and their colours."""
+    mesh = pytest.importorskip("open3d").io.read_triangle_mesh(str(path))
+    vertices = np.asarray(mesh.vertices)
+    order = np.lexsort(vertices.T.round(4))
+    return vertices[order], np.asarray(mesh.vertex_colors)[order]
+
+
+def test_the_mesh_of_a_ball_is_its_surface(tmp_path: Path) -> None:
+    """Of two cells, by either depth, on one rank and on two; through pinhole cameras, whatever the lens was."""
+    pytest.importorskip("open3d")
+    samples = {"num_proposal_samples_per_ray": (128, 64), "num_nerf_samples_per_ray": 32}
+    run = write_run(tmp_path, cells=2, **samples)
+    work = Meshing(tmp_path / "median.ply", max_depth=3.0, voxel=VOXEL, downscale=0.25)
+    _mesh(World.single(), run, work)
+    _mesh(World.single(), run, replace(work, output=tmp_path / "expected.ply", depth="expected"), lens=True)
+    run_ranks(_mesh, 2, run, replace(work, output=tmp_path / "ranks.ply"))
+    meshes = {name: _vertices(tmp_path / f"{name}.ply") for name in ("median", "expected", "ranks")}
+    for vertices, colours in meshes.values():
+        off = np.abs(np.linalg.norm(vertices, axis=1) - RADIUS)
+        assert len(vertices) > 500 and off.mean() < VOXEL / 2 and off.max() < 1.5 * VOXEL
+        assert vertices[:, 0].min() < -0.9 * RADIUS and vertices[:, 0].max() > 0.9 * RADIUS
+        north, south = (colours[some].mean(0) for some in (vertices[:, 2] > 0.1, vertices[:, 2] < -0.1))
+        assert north[0] > 0.95 > 0.05 > north[2] and south[2] > 0.95 > 0.05 > south[0]
+    np.testing.assert_allclose(meshes["ranks"][0], meshes["median"][0], atol=1e-4)
+
+
 def test_unsupported_requests_are_reported(run: Path, tmp_path: Path) -> None:
     def refused(work: Any, devices: int = 1) -> str:
         with pytest.raises(InputError) as caught:
@@ -109,7 +178,6 @@ def test_unsupported_requests_are_reported(run: Path, tmp_path: Path) -> None:
     try:
         evaluation = Evaluation(tmp_path / "a.json")
         assert f"--num-devices 4: {run.parent}" in (said := refused(evaluation, 4)) and "Use 3 devices or fewer" in said
-        assert "nerfacto-xl, which has no Gaussians to make a mesh of" in refused(Meshing(tmp_path / "a.ply"))
         for name in ("rank", "background", "normals"):
             work = FilmRendering(Spiral(0.2, 10), tmp_path / "a", Look((name,)))
             assert f"--rendered-output-names {name}: there is no such output" in refused(work)
