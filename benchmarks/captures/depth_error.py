@@ -24,6 +24,7 @@ from ns_multigpu.core.types import Patch, Pixels, View
 from ns_multigpu.plugin.capture.device_observations import DeviceObservations
 from ns_multigpu.plugin.capture.tracks import read_tracks, scene_scale
 from ns_multigpu.plugin.model.cameras import view_from_camera
+from ns_multigpu.plugin.render.service import RenderRequest
 from ns_multigpu.plugin.splats.depth_maps import read_maps
 
 
@@ -57,17 +58,22 @@ def measure(config: Path, maps: bool = False) -> dict[str, Any]:
         metrics, _ = model.get_image_metrics_and_images(outputs, image)
         psnr.append(metrics["psnr"])
         (view,) = observed.given([view_from_camera(camera, camera.camera_to_worlds[0], place)])
-        errors.append(errors_of(outputs["depth"], outputs["accumulation"], view, scale).cpu())
+        drawn = pipeline.renders.pictures.surface(RenderRequest.of(camera), (0,), median=False)
+        errors.append(errors_of(drawn.depth, drawn.alpha, view, scale).cpu())
     found = torch.cat(errors)
     options = run.pipeline.model
-    return {
+    of_splats = {
         "primitive": options.primitive,
-        "depth_loss": options.depth_loss,
         "depth_maps": options.depth_maps if held_out.metadata.get("depth_filenames") else "none",
-        "errors_at": "pixels of maps" if maps else "COLMAP's points",
-        "seed": run.machine.seed,
         "images": (step + 1) * run.pipeline.batch(1),
         "points": model.num_points,
+    } if run.pipeline.has_splats else {}  # fmt: skip
+    return {
+        **of_splats,
+        "depth_loss": options.depth_loss,
+        "errors_at": "pixels of maps" if maps else "COLMAP's points",
+        "seed": run.machine.seed,
+        "steps": step + 1,
         "held_out_views": len(psnr),
         "keypoints": len(found),
         "psnr": round(sum(psnr) / len(psnr), 3),
@@ -84,7 +90,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     found = {name: measure(Path(config), args.maps) for name, config in (word.split("=", 1) for word in args.runs)}
-    shown = ("psnr", "disparity_error_mean", "disparity_error_median", "points")
+    shown = ("psnr", "disparity_error_mean", "disparity_error_median", "steps")
     table = empty_table(None, ("run", *shown))
     for name, row in found.items():
         table.add_row(name, *(str(row[key]) for key in shown))

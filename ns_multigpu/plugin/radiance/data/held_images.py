@@ -39,7 +39,7 @@ class DrawnPixels:
 
     @property
     def rows(self) -> Tensor:
-        """What all ranks know of the pixels: [1, R] `images`, or [2, R] `images` and `observed`."""
+        """Numbers of the pixels that all ranks have: [1, R] `images`, or [2, R] `images` and `observed`."""
         return torch.stack([self.images] if self.observed is None else [self.images, self.observed])
 
 
@@ -147,7 +147,7 @@ class HeldImages:
         if len(mine):
             images, at = pixels.images[mine], pixels.which[mine]
             if self.masks is not None and pixels.numbered:
-                counted = torch.ones_like(at, dtype=torch.bool) if pixels.observed is None else pixels.observed[mine] < 0
+                counted = slice(None) if pixels.observed is None else pixels.observed[mine] < 0
                 at[counted] = self.masks.nth(images[counted], at[counted]).cpu()
             colours = torch.zeros(len(mine), 4 * words, dtype=torch.uint8)
             colours[:, : self._size] = self._share.store.pixels(images, at).cpu()

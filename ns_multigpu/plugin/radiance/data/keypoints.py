@@ -50,7 +50,7 @@ class Keypoints:
         return replace(self, images=self.images[kept], at=self.at[kept], ids=self.ids[kept])
 
     def put_into(self, pixels: DrawnPixels) -> DrawnPixels:
-        """Replace every `_EVERY`-th pixel by a random keypoint, by torch's generator; none if there are no keypoints."""
+        """Replace every `_EVERY`-th pixel by a random keypoint, by torch's generator. Without keypoints, keep all."""
         images, which = pixels.images.clone(), pixels.which.clone()
         observed = torch.full_like(images, -1)
         if len(self.at):
