@@ -3,12 +3,13 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from nerfstudio.cameras.cameras import CameraType
+from nerfstudio.cameras.cameras import Cameras, CameraType
 from nerfstudio.field_components.field_heads import FieldHeadNames
 from PIL import Image
 from scipy.spatial import KDTree
@@ -16,6 +17,8 @@ from scipy.spatial import KDTree
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
+from ns_multigpu.plugin.radiance.run.pictures import FieldPictures
+from ns_multigpu.plugin.render.service import RenderRequest
 from ns_multigpu.plugin.run.config import read_config
 from ns_multigpu.plugin.tools import rendering
 from ns_multigpu.plugin.tools.frames import Look
@@ -167,6 +170,26 @@ def test_the_mesh_of_a_ball_is_its_surface(tmp_path: Path) -> None:
         assert north[0] > 0.95 > 0.05 > north[2] and south[2] > 0.95 > 0.05 > south[0]
     off, _ = KDTree(meshes["ranks"][0]).query(meshes["median"][0])
     assert len(meshes["ranks"][0]) == len(off) and off.max() < 1e-4
+
+
+def test_meshes_are_of_depths_along_the_axes_of_pinhole_cameras(tmp_path: Path) -> None:
+    """Fields render distances along rays, also through lenses."""
+    eye = torch.eye(4)[None, :3]
+    lens = Cameras(eye, 20.0, 25.0, 9.0, 8.0, 20, 16, torch.full((1, 6), 0.1), CameraType.FISHEYE)
+    (camera,) = [Meshing(tmp_path / "a.ply")._request(lens).camera]
+    assert camera is not None and camera.distortion_params is None
+    assert int(camera.camera_type.item()) == CameraType.PERSPECTIVE.value
+    far = torch.rand(16, 20, 1, generator=torch.Generator().manual_seed(2)) + 1
+    outputs = {"rgb": far.expand(16, 20, 3), "accumulation": far / 2, "depth": far, "expected_depth": 3 * far}
+    pictures = FieldPictures(SimpleNamespace(device="cpu"))
+    pictures.draw = lambda *_: outputs  # type: ignore[method-assign]
+    cosines = -camera.generate_rays(0).directions[..., 2:]
+    assert float(cosines.min()) < 0.9
+    for median, times in ((True, 1), (False, 3)):
+        pixels = pictures.surface(RenderRequest.of(camera), (0,), median=median)
+        assert pixels is not None and pixels.depth is not None
+        torch.testing.assert_close(pixels.depth, times * far * cosines)
+        torch.testing.assert_close(pixels.color / pixels.alpha, outputs["rgb"])
 
 
 def test_unsupported_requests_are_reported(run: Path, tmp_path: Path) -> None:
