@@ -172,8 +172,8 @@ def export_mesh(
         truncation: Distance from a surface up to which the field is defined, in the model's units; by default 5 voxels.
         resolution: Voxels along max-depth, if voxel-size is not given.
         parts: Number of the largest connected parts to keep.
-        depth: Surface depth of a pixel: median, where its opacity passes one half, or expected, the mean over its
-            Gaussians. auto is median for 2D Gaussians, and expected for others.
+        depth: Surface depth of a pixel: median, where its opacity passes one half, or expected, the mean along its ray.
+            auto is median for 2D Gaussians and nerfacto-xl, and expected for others.
         min_opacity: Least opacity of a pixel with a surface.
         downscale_factor: Divisor of the views' size for rendering.
         overwrite: Replace the file if it exists.

@@ -354,6 +354,8 @@ class SeparateTrainerConfig(RadianceTrainerConfig):
                 f"--pipeline.model.background-color {model.background_color}: that is of cells that are trained "
                 "together, and each field is trained alone. Give another background."
             )
+        if model.depth_loss > 0:
+            raise InputError(f"--pipeline.model.depth-loss {model.depth_loss}: the baselines have none. Leave it out.")
         if isinstance(model, MegaModelConfig) and model.disable_scene_contraction:
             raise InputError(
                 "--pipeline.model.disable-scene-contraction: each field of Mega-NeRF has what is outside of its tile "

@@ -24,6 +24,7 @@ from ns_multigpu.core.types import Patch, Pixels, View
 from ns_multigpu.plugin.capture.device_observations import DeviceObservations
 from ns_multigpu.plugin.capture.tracks import read_tracks, scene_scale
 from ns_multigpu.plugin.model.cameras import view_from_camera
+from ns_multigpu.plugin.render.service import RenderRequest
 from ns_multigpu.plugin.splats.depth_maps import read_maps
 
 
@@ -40,8 +41,12 @@ def errors_of(depth: Tensor, covered: Tensor, view: View, scale: float) -> Tenso
 
 
 @torch.no_grad()
-def measure(config: Path, maps: bool = False) -> dict[str, Any]:
-    """Return PSNR and errors of a run on its held-out views, against COLMAP's points or depth maps."""
+def measure(config: Path, maps: bool = False, median: bool = False) -> dict[str, Any]:
+    """Return PSNR and errors of a run on its held-out views, against COLMAP's points or depth maps.
+
+    Args:
+        median: True for errors of the median depth, which the model must have.
+    """
     setup: tuple[Any, Any, Path, int] = eval_setup(config, test_mode="test")
     run, pipeline, _, step = setup
     data, model = pipeline.datamanager, pipeline.model
@@ -57,17 +62,23 @@ def measure(config: Path, maps: bool = False) -> dict[str, Any]:
         metrics, _ = model.get_image_metrics_and_images(outputs, image)
         psnr.append(metrics["psnr"])
         (view,) = observed.given([view_from_camera(camera, camera.camera_to_worlds[0], place)])
-        errors.append(errors_of(outputs["depth"], outputs["accumulation"], view, scale).cpu())
+        drawn = pipeline.renders.pictures.surface(RenderRequest.of(camera), (0,), median=median)
+        errors.append(errors_of(drawn.depth, drawn.alpha, view, scale).cpu())
     found = torch.cat(errors)
     options = run.pipeline.model
-    return {
+    of_splats = {
         "primitive": options.primitive,
-        "depth_loss": options.depth_loss,
         "depth_maps": options.depth_maps if held_out.metadata.get("depth_filenames") else "none",
-        "errors_at": "pixels of maps" if maps else "COLMAP's points",
-        "seed": run.machine.seed,
         "images": (step + 1) * run.pipeline.batch(1),
         "points": model.num_points,
+    } if run.pipeline.has_splats else {}  # fmt: skip
+    return {
+        **of_splats,
+        "depth_loss": options.depth_loss,
+        "depth": "median" if median else "expected",
+        "errors_at": "pixels of maps" if maps else "COLMAP's points",
+        "seed": run.machine.seed,
+        "steps": step + 1,
         "held_out_views": len(psnr),
         "keypoints": len(found),
         "psnr": round(sum(psnr) / len(psnr), 3),
@@ -81,10 +92,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", required=True, metavar="NAME=CONFIG")
     parser.add_argument("--maps", action="store_true")
+    parser.add_argument("--median", action="store_true", help="errors of the median depth, not the expected one")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    found = {name: measure(Path(config), args.maps) for name, config in (word.split("=", 1) for word in args.runs)}
-    shown = ("psnr", "disparity_error_mean", "disparity_error_median", "points")
+    runs = (word.split("=", 1) for word in args.runs)
+    found = {name: measure(Path(config), args.maps, args.median) for name, config in runs}
+    shown = ("psnr", "disparity_error_mean", "disparity_error_median", "steps")
     table = empty_table(None, ("run", *shown))
     for name, row in found.items():
         table.add_row(name, *(str(row[key]) for key in shown))

@@ -141,6 +141,8 @@ def test_bad_options_are_named(capture: Path, tmp_path: Path) -> None:
     config = of_baseline("mega", capture, tmp_path, disable_scene_contraction=True)
     with pytest.raises(InputError, match="disable-scene-contraction: each field of Mega-NeRF"):
         config.check_method()
+    with pytest.raises(InputError, match=r"depth-loss 0\.1: the baselines have none"):
+        of_baseline("block", capture, tmp_path, depth_loss=0.1).check_method()
     config = of_baseline("block", capture, tmp_path, cells=40)
     with pytest.raises(InputError, match="groups of cameras are empty"):
         config.pipeline.setup(device="cpu", test_mode="val")

@@ -87,5 +87,8 @@ def rays(extent: float = 0.6) -> RayBundle:
 
 
 def truth(channels: int = 3) -> dict[str, Tensor]:
-    """Return the expected values of the rays."""
-    return {"image": torch.rand(RAYS, channels, generator=torch.Generator().manual_seed(4))}
+    """Return the expected values of the rays, and the points that every third shows."""
+    g = torch.Generator().manual_seed(4)
+    image = torch.rand(RAYS, channels, generator=g)
+    points = torch.randn(RAYS, 3, generator=g)
+    return {"image": image, "points": points, "scales": 2.5 * (torch.arange(RAYS)[:, None] % 3 == 0)}

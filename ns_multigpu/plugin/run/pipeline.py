@@ -34,8 +34,8 @@ class RunPipelineConfig(VanillaPipelineConfig):
 
     # No fields: these are no options, and ranks may differ in them.
 
-    has_surfaces: ClassVar[bool] = False
-    """True if meshes can be made of the models."""
+    has_splats: ClassVar[bool] = False
+    """True if the models are of splats."""
 
     @property
     def checkpoints(self) -> Path | None:
@@ -116,8 +116,8 @@ class RunPipeline(VanillaPipeline, ABC):
         self.trains = test_mode == "val"
         if not self.trains:
             show_uncaught()
-            check_ns_render(gaussians=config.has_surfaces)
-            if config.has_surfaces:
+            check_ns_render(gaussians=config.has_splats)
+            if config.has_splats:
                 stream_for_ns_export()
             config, self.team = team.begin(config, test_mode, config.team_plan)
         device = config.place(device)

@@ -109,7 +109,7 @@ def needs_tracks(datamanager: Any, model: Any) -> bool:
     Args:
         datamanager: the configuration of a datamanager. model: that of the model.
     """
-    if getattr(model, "depth_loss", 0.0) <= 0:  # nerfacto-xl has none
+    if model.depth_loss <= 0:
         return False
     if model.depth_maps != "metric":
         return True

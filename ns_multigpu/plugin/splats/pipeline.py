@@ -62,7 +62,7 @@ from strategies import STRATEGIES
 class DistributedPipelineConfig(RunPipelineConfig):
     """Options of the strategy that spreads the work, and of the batch size."""
 
-    has_surfaces: ClassVar[bool] = True
+    has_splats: ClassVar[bool] = True
 
     _target: type = field(default_factory=lambda: DistributedPipeline)
     datamanager: DistributedDataManagerConfig = field(default_factory=DistributedDataManagerConfig)

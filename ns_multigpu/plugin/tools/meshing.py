@@ -8,10 +8,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
-from nerfstudio.cameras.cameras import Cameras
+from nerfstudio.cameras.cameras import Cameras, CameraType
 from nerfstudio.utils.rich_utils import CONSOLE
 from rich.progress import track
 from torch import Tensor
@@ -21,6 +21,7 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.core.types import View
 from ns_multigpu.plugin.export.world_frame import WorldFrame
 from ns_multigpu.plugin.faults.errors import InputError, whole_file
+from ns_multigpu.plugin.radiance.run.pictures import FieldPictures
 from ns_multigpu.plugin.render.panorama import faces
 from ns_multigpu.plugin.render.pictures import Pictures
 from ns_multigpu.plugin.render.service import RenderRequest
@@ -57,7 +58,7 @@ class Meshing:
         resolution: voxels along the depth, if `voxel` is not given.
         parts: number of the largest connected parts to keep.
         depth: surface depth of a pixel: "median", where alpha passes one half, or "expected", the weighted mean. "auto"
-            takes the median if the primitive supports it.
+            takes the median if the primitive supports it. Radiance fields do.
         least_alpha: least opacity of a surface.
         downscale: render at 1/downscale of the views' size.
         frame: frame of the file; None for the model's.
@@ -75,7 +76,6 @@ class Meshing:
     overwrite: bool = False
     frame: WorldFrame | None = None
     test_mode: Literal["test", "inference"] = "test"
-    needs_surfaces: ClassVar[bool] = True
 
     def check(self) -> None:
         """Check the options, before a model is loaded.
@@ -149,8 +149,9 @@ class Meshing:
         Raises:
             InputError: no surface was found.
         """
-        primitive, world = pipeline.model.config.primitive, pipeline.world
-        self.check_points(primitive)
+        world, primitive = pipeline.world, getattr(pipeline.model.config, "primitive", None)  # none of a radiance field
+        if primitive is not None:
+            self.check_points(primitive)
         cameras: Cameras = pipeline.datamanager.train_dataset.cameras
         sizes, median = self.sizes(cameras), self._median(primitive)
         views = [cameras[k : k + 1] for k in range(len(cameras))]
@@ -180,11 +181,14 @@ class Meshing:
         components = f"kept the {kept} largest of {parts:,} connected components"
         CONSOLE.print(f"Wrote {self.output} ({counts}; {components}).", soft_wrap=True)
 
-    def _median(self, primitive: str) -> bool:
-        return self.depth != "expected" and PRIMITIVES[primitive].make(Wanted(sh_degree=0)).median
+    def _median(self, primitive: str | None) -> bool:
+        if self.depth == "expected" or primitive is None:
+            return self.depth != "expected"
+        return PRIMITIVES[primitive].make(Wanted(sh_degree=0)).median
 
     def _request(self, camera: Cameras) -> RenderRequest:
         camera.distortion_params = None  # depths are fused through pinhole cameras
+        camera.camera_type = torch.full_like(camera.camera_type, CameraType.PERSPECTIVE.value)
         camera.rescale_output_resolution(1.0 / self.downscale)
         if min(int(camera.width.item()), int(camera.height.item())) < 1:
             raise InputError(f"--downscale-factor {self.downscale}: views would have no pixels.")
@@ -205,8 +209,8 @@ def _drawn(
     Every rank iterates to the end.
     """
     world, together = pipeline.world, pipeline.renders.shared
-    pictures: Pictures = pipeline.renders.pictures
-    if not together:  # each rank has all points and renders its own views
+    pictures: Pictures | FieldPictures = pipeline.renders.pictures
+    if not together:  # each rank has the whole model and renders its own views
         pictures = pictures.alone()
     views = [pictures.view_of(request) for request in requests]
     views = [replace(view, viewmat=view.viewmat.cpu(), K=view.K.cpu()) for view in views]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from nerfstudio.utils.rich_utils import CONSOLE
@@ -61,7 +61,6 @@ class Evaluation:
     output: Path
     images: Path | None = None
     test_mode: Literal["test", "inference"] = "test"
-    needs_surfaces: ClassVar[bool] = False
 
     def check(self) -> None:
         """Check the options, before a model is loaded.
@@ -179,11 +178,6 @@ def run_tool(
     """
     ranks, run = Ranks.from_env(), read_config(load_config)
     config = cast(RunPipelineConfig, run.pipeline)
-    if work.needs_surfaces and not config.has_surfaces:
-        raise InputError(
-            f"--load-config {load_config}: it is of the method {run.method_name}, which has no Gaussians to make a "
-            "mesh of. Use ns-export tsdf."
-        )
     if data is not None:
         os.environ[DATA] = str(data)  # inherited by the workers
     work.check()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import mediapy
 import numpy as np
@@ -69,7 +69,6 @@ class FilmRendering:
     jpeg_quality: int = 100
     nearest: bool = False
     overwrite: bool = False
-    needs_surfaces: ClassVar[bool] = False
 
     @property
     def test_mode(self) -> Literal["test", "inference"]:

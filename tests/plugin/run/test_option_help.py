@@ -94,7 +94,8 @@ FROZEN = {
     "splatfacto-aggregate": SPLATS,
     "nerfacto-xl": f"{GUARDS} {RUN} "
     + " ".join(
-        f"pipeline.model.{name}" for name in ("cells", "spread", "sampling", "samples-per", "proposals", "density")
+        f"pipeline.model.{name}"
+        for name in ("cells", "spread", "sampling", "samples-per", "proposals", "density", "depth-loss")
     ),
 }
 ONLY = {

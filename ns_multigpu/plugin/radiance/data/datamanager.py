@@ -18,8 +18,10 @@ from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.capture.coordinate_offset import OffsetOption
 from ns_multigpu.plugin.capture.image_reading import FileDataset
 from ns_multigpu.plugin.capture.parsing import parsed_together
+from ns_multigpu.plugin.capture.tracks import Tracks
 from ns_multigpu.plugin.launch.process_world import get_world
 from ns_multigpu.plugin.radiance.data.device_inputs import DeviceInputs
+from ns_multigpu.plugin.radiance.data.keypoints import find_keypoints
 from ns_multigpu.plugin.radiance.data.pinhole_rays import PinholeRays
 from ns_multigpu.plugin.radiance.data.split import ImageSplit
 from ns_multigpu.plugin.radiance.field.draws import mixed
@@ -104,11 +106,15 @@ class RadianceDataManager(VanillaDataManager[InputDataset]):
             )
         return self._splits[kind]
 
+    def observe(self, tracks: Tracks) -> None:
+        """Draw a share of the training rays at keypoints of these tracks. Every rank calls it with the same."""
+        self._split(_TRAIN).observe(find_keypoints(tracks, self.train_dataset.cameras))
+
     def next_train(self, step: int) -> tuple[RayBundle, dict[str, Tensor]]:
         """Return the rays and colours of a step. Every rank calls it and gets the same, also after a resume.
 
         Returns:
-            rays [R], and by name "indices" [R, 3] (image, row, column), "image" [R, C], and "mask" [R, 1] with masks.
+            rays [R], and the batch of `ImageSplit.pixels`.
         """
         self.train_count += 1
         return self._rays(_TRAIN, self.train_ray_generator, step, step)

@@ -28,9 +28,9 @@ class DeviceInputs:
 
     def __init__(self, split: ImageSplit, rays: PinholeRays, world: World) -> None:
         self._split, self._rays, self._world = split, rays, world
-        self._received = torch.zeros(
-            0, dtype=torch.int32, device=world.device
-        )  # colours, then the pixels' image indices
+        # Colours, then `DrawnPixels.rows`.
+        self._received = torch.zeros(0, dtype=torch.int32, device=world.device)
+        self._rows = 0
         self._staged: list[Tensor] = []
         self._sent: list[Any] = []
         self._count = self._turn = 0
@@ -44,16 +44,16 @@ class DeviceInputs:
     def send(self, step: int) -> None:
         """Draw the pixels of a step and send this rank's colours to the device. Every rank calls it in each step."""
         pixels, images = self._split.draw(step, step)
-        table = images.table(pixels)
-        if self._count != len(table) or self._received.numel() != table.numel() + len(table):
-            self._count = len(table)
-            self._grow_capacity(table.numel() + len(table))
+        table, rows = images.table(pixels), pixels.rows
+        if self._count != len(table) or self._received.numel() != table.numel() + rows.numel():
+            self._count, self._rows = len(table), len(rows)
+            self._grow_capacity(table.numel() + rows.numel())
         self._turn = (self._turn + 1) % len(self._staged)
         staged = self._staged[self._turn]
         if self._sent[self._turn] is not None:
             self._sent[self._turn].synchronize()  # returns at once: the copy was launched several steps ago
         staged[: table.numel()] = table.view(-1)
-        staged[table.numel() :] = pixels.images
+        staged[table.numel() :] = rows.view(-1)
         self._received.copy_(staged, non_blocking=True)
         if self._received.is_cuda:
             self._sent[self._turn] = torch.cuda.Event()
@@ -68,12 +68,13 @@ class DeviceInputs:
         back, and no shape depends on values."""
         table = self._table()
         assert self._split.images is not None
-        batch = self._split.batch(self._received[table.numel() :].long(), self._split.images.seen(table))
+        rows = self._received[table.numel() :].view(self._rows, -1).long()
+        batch = self._split.batch(rows, self._split.images.seen(table))
         return self._rays(batch["indices"]), batch
 
     def _table(self) -> Tensor:
         """View the colours, one row a pixel: [pixels, numbers]."""
-        return self._received[: self._received.numel() - self._count].view(self._count, -1)
+        return self._received[: self._received.numel() - self._rows * self._count].view(self._count, -1)
 
     def _grow_capacity(self, numbers: int) -> None:
         device = self._world.device

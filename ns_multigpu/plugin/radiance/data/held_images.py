@@ -28,11 +28,19 @@ class DrawnPixels:
     Attributes:
         images: [R] image index of each pixel among the held images.
         which: [R] row * width + column; if `numbered`, the pixel's index among those that the mask keeps.
+        observed: [R] the row of the point that the pixel shows, of which `which` is never numbered; -1 for none. None
+            if no pixel of the run shows one.
     """
 
     images: Tensor
     which: Tensor
     numbered: bool = False
+    observed: Tensor | None = None
+
+    @property
+    def rows(self) -> Tensor:
+        """Numbers of the pixels that all ranks have: [1, R] `images`, or [2, R] `images` and `observed`."""
+        return torch.stack([self.images] if self.observed is None else [self.images, self.observed])
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,8 @@ class HeldImages:
         if len(mine):
             images, at = pixels.images[mine], pixels.which[mine]
             if self.masks is not None and pixels.numbered:
-                at = self.masks.nth(images, at).cpu()
+                counted = slice(None) if pixels.observed is None else pixels.observed[mine] < 0
+                at[counted] = self.masks.nth(images[counted], at[counted]).cpu()
             colours = torch.zeros(len(mine), 4 * words, dtype=torch.uint8)
             colours[:, : self._size] = self._share.store.pixels(images, at).cpu()
             table[mine, :words] = colours.view(torch.int32)

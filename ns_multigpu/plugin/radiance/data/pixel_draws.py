@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.radiance.data.held_images import DrawnPixels, HeldImages
+from ns_multigpu.plugin.radiance.data.keypoints import Keypoints
 
 
 class PixelDraws:
@@ -25,12 +26,15 @@ class PixelDraws:
 
     Args:
         images: to draw from. sampler: nerfstudio's. option: command-line option of the ray count, for errors.
+        keypoints: of the images, which are among the drawn pixels; None for none.
 
     Raises:
         InputError: the sampler cannot draw from these images.
     """
 
-    def __init__(self, images: HeldImages, sampler: PixelSampler, option: str) -> None:
+    def __init__(
+        self, images: HeldImages, sampler: PixelSampler, option: str, keypoints: Keypoints | None = None
+    ) -> None:
         self._sampler, self._option, self._label = sampler, option, images.label
         sizes = [(shape.height, shape.width) for shape in images.shapes]
         self._widths = torch.tensor([width for _, width in sizes])
@@ -58,6 +62,11 @@ class PixelDraws:
             self._batch["image"] = [torch.zeros(1, 1, 1).expand(*size, 1) for size in sizes]
         if masked and not plain:  # nerfstudio needs the complete masks to place patches within them
             self._batch["mask"] = torch.stack(images.whole_masks())
+        if keypoints is not None and masked:
+            mask = images.look(DrawnPixels(keypoints.images, keypoints.at)).mask
+            assert mask is not None
+            keypoints = keypoints.where(mask[:, 0].cpu())
+        self._keypoints = keypoints
 
     def draw(self) -> DrawnPixels:
         """Draw a step's pixels from the generators of torch and Python.
@@ -65,6 +74,10 @@ class PixelDraws:
         Raises:
             InputError: the images do not allow this number of rays.
         """
+        pixels = self._draw()
+        return pixels if self._keypoints is None else self._keypoints.put_into(pixels)
+
+    def _draw(self) -> DrawnPixels:
         rays = self._sampler.num_rays_per_batch
         if rays < 1:
             raise InputError(

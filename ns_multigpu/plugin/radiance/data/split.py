@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from nerfstudio.data.datasets.base_dataset import InputDataset
@@ -13,6 +14,7 @@ from ns_multigpu.plugin.capture.checks import list_problems, raise_together
 from ns_multigpu.plugin.capture.image_reading import ImageReader, ImageType
 from ns_multigpu.plugin.capture.reading import FAULTS, file_headers, image_shapes, reads_files, refuse_different
 from ns_multigpu.plugin.radiance.data.held_images import DrawnPixels, HeldImages, Seen
+from ns_multigpu.plugin.radiance.data.keypoints import Keypoints
 from ns_multigpu.plugin.radiance.data.pixel_draws import PixelDraws
 from ns_multigpu.plugin.radiance.field.draws import drawn
 
@@ -61,6 +63,7 @@ class ImageSplit:
         self._views, self._widths = torch.zeros(2, self._some, dtype=torch.int64, device=world.device)
         self._images: HeldImages | None = None
         self._draws: PixelDraws | None = None
+        self._keypoints: Keypoints | None = None
 
     @property
     def changes(self) -> bool:
@@ -77,6 +80,17 @@ class ImageSplit:
         if not self.changes:
             self._hold(0)
 
+    def observe(self, keypoints: Keypoints) -> None:
+        """Draw a share of each step's pixels at keypoints, by image index of the split. Every rank calls it with the
+        same."""
+        self._keypoints = replace(keypoints, points=keypoints.points.to(self._world.device))
+        if self._images is not None:
+            self._draws = self._new_draws(self._images)
+
+    def _new_draws(self, images: HeldImages) -> PixelDraws:
+        of_held = None if self._keypoints is None else self._keypoints.of_images(self._views.tolist())
+        return PixelDraws(images, self._sampler, self._option, of_held)
+
     def pixels(self, draw: int, step: int) -> dict[str, Tensor]:
         """Return the pixels of a draw, on the ranks' devices. Every rank calls it and gets the same.
 
@@ -84,11 +98,12 @@ class ImageSplit:
             draw: number that selects the image subset. step: seed of the pixels.
 
         Returns:
-            "indices" [R, 3] int64 (image, row, column), "image" [R, C] float32; with masks "mask" [R, 1] bool.
+            "indices" [R, 3] int64 (image, row, column), "image" [R, C] float32; with masks "mask" [R, 1] bool. With
+            keypoints "points" [R, 3] seen in the pixels and "scales" [R, 1], the scene's size; 0 where none is known.
         """
         pixels, images = self.draw(draw, step)
         seen = images.look(pixels)
-        return self.batch(pixels.images.to(seen.at.device), seen)
+        return self.batch(pixels.rows.to(seen.at.device), seen)
 
     def draw(self, draw: int, step: int) -> tuple[DrawnPixels, HeldImages]:
         """Return the pixels of a draw and the images that contain them. See `pixels`."""
@@ -97,12 +112,17 @@ class ImageSplit:
         with drawn("cpu", *self._key, step):
             return self._draws.draw(), self._images
 
-    def batch(self, images: Tensor, seen: Seen) -> dict[str, Tensor]:
-        """Return the batch of `pixels` from image indices [R] (among the held images) and colours. Nothing is read
-        back, and no shape depends on values."""
+    def batch(self, rows: Tensor, seen: Seen) -> dict[str, Tensor]:
+        """Return the batch of `pixels` from `DrawnPixels.rows` and colours. Nothing is read back, and no shape depends
+        on values."""
+        images = rows[0]
         width = self._widths[images]
         indices = torch.stack([self._views[images], seen.at // width, seen.at % width], 1)
-        return {"indices": indices, "image": seen.image, **({} if seen.mask is None else {"mask": seen.mask})}
+        batch = {"indices": indices, "image": seen.image, **({} if seen.mask is None else {"mask": seen.mask})}
+        if self._keypoints is not None:
+            batch["points"] = self._keypoints.points[rows[1].clamp_min(0)]
+            batch["scales"] = (rows[1, :, None] >= 0) * self._keypoints.scale
+        return batch
 
     def _hold(self, draw: int) -> None:
         """Read the images of a draw unless they are held."""
@@ -117,10 +137,10 @@ class ImageSplit:
         self._images = HeldImages(
             shapes, lambda place: self._reader.read(views[place]), self._world, self._label, self._places
         )
-        self._draws = PixelDraws(self._images, self._sampler, self._option)
         # In place: CUDA graphs read these addresses.
         self._views.copy_(torch.tensor(views))
         self._widths.copy_(torch.tensor([shape.width for shape in shapes]))
+        self._draws = self._new_draws(self._images)
 
 
 def _image_type(dataset: InputDataset) -> ImageType:

@@ -48,6 +48,8 @@ from ns_multigpu.radiance.partition import Partition
 from ns_multigpu.radiance.segments import Segments, cell_of
 
 _GRID = Only("pipeline.model.sampling", "occupancy")
+_NEAREST = 1e-6
+"""Distance that disparities are computed of at least; 0 has none."""
 _STANDARD: tuple[Breakable, ...] = (COLOUR, DEPTH, MOMENT, Distortion(), BACKGROUND)
 
 
@@ -85,6 +87,10 @@ class NerfactoXLModelConfig(NerfactoModelConfig):
     background_color: Literal["auto", "mean", "random", "last_sample", "sky", "black", "white"] = "auto"
     """Background behind transparent rays. auto: mean (the ray's own mean colour) with several cells of xl, else
     last_sample, as in nerfacto. random: in training. sky: a colour for each direction, which all cells share."""
+    depth_loss: float = 0.0
+    """Weight of the loss by which rays' expected depth agrees with COLMAP's points where a view observes them: of
+    disparities, in units of the scene; 0 for none. One ray in eight is then drawn at such a point. It needs COLMAP's
+    tracks."""
     implementation: tyro.conf.Suppress[Literal["torch"]] = "torch"
     """Networks run in torch, and hash grids in an operator of ours: CUDA graphs need it, cells begin differently."""
     predict_normals: tyro.conf.Suppress[bool] = False  # not supported
@@ -317,7 +323,9 @@ class NerfactoXLModel(NerfactoModel):
         assert rays.nears is not None and rays.fars is not None
         through = whole[TRANSMITTANCE]
         colour = self._on_background(whole["colour"], through, whole["background"][:, :3], rays.directions)
+        own = {"origins": rays.origins, "directions": rays.directions} if self.training else {}
         return {
+            **own,
             **{one.name: whole[one.name] for one in self.integrals},
             "rgb": colour if self.training else colour.nan_to_num().clamp(0.0, 1.0),
             "accumulation": 1 - through,
@@ -371,6 +379,8 @@ class NerfactoXLModel(NerfactoModel):
             if "interlevel" in outputs:
                 losses["interlevel_loss"] = self.config.interlevel_loss_mult * outputs["interlevel"]
             losses["distortion_loss"] = self.config.distortion_loss_mult * outputs["distortion"].mean()
+            if self.config.depth_loss > 0:
+                losses["depth_loss"] = self.config.depth_loss * depth_loss(outputs, batch)
             if self.world.is_main:
                 self.camera_optimizer.get_loss_dict(losses)
         return losses
@@ -403,6 +413,22 @@ class NerfactoXLModel(NerfactoModel):
             "depth": depth,
         }
         return {name: float(value) for name, value in measured.items()}, images
+
+
+def depth_loss(outputs: dict[str, Any], batch: dict[str, Any]) -> Tensor:
+    """Return the mean over keypoints of |disparity rendered - disparity observed|, times the scene's size, [].
+
+    It is the loss of splats (`core.step.depth_loss`), of distances along rays. A point's distance is along the ray as
+    its camera is corrected, and no gradient flows to it.
+
+    Args:
+        outputs: "expected_depth" [R, 1], "origins" and "directions" [R, 3] of the rays.
+        batch: "points" [R, 3] and "scales" [R, 1]; see `ImageSplit.pixels`.
+    """
+    scales, apart = batch["scales"], batch["points"] - outputs["origins"].detach()
+    observed = (apart * outputs["directions"].detach()).sum(1, keepdim=True)
+    rendered, observed = (distance.clamp_min(_NEAREST) for distance in (outputs["expected_depth"], observed))
+    return (scales * (1 / rendered - 1 / observed).abs()).sum() / (scales > 0).sum().clamp_min(1)
 
 
 def _is_proposal(name: str) -> bool:

@@ -1,8 +1,10 @@
 """Configuration of a `nerfacto-xl` run; workers start as in all our methods."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ns_multigpu.plugin.capture.tracks import OPTION
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch import checks
 from ns_multigpu.plugin.radiance.run.objective import RadianceObjective
@@ -41,6 +43,13 @@ class RadianceTrainerConfig(RunConfig):
         model: Any = self.pipeline.model
         if model.cells < 0:
             raise InputError(f"--pipeline.model.cells {model.cells}: give how many cells, or 0 for one a GPU.")
+        if not 0 <= model.depth_loss < math.inf:
+            raise InputError(f"{OPTION} {model.depth_loss}: give a weight of 0 or more.")
+
+    def needs_tracks(self) -> bool:
+        """See `RunConfig.needs_tracks`."""
+        model: Any = self.pipeline.model
+        return model.depth_loss > 0
 
     def prepare(self) -> None:
         """Build the GPU operators once, visibly, before several workers need them; a CPU needs none."""

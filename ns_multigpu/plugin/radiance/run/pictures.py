@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from nerfstudio.data.scene_box import OrientedBox
 
+from ns_multigpu.core.image_points import pixel_rays
+from ns_multigpu.core.types import Patch, Pixels, View
+from ns_multigpu.plugin.model.cameras import view_from_camera
 from ns_multigpu.plugin.render.service import Outputs, RenderRequest
 
 
@@ -32,6 +35,22 @@ class FieldPictures:
     def alone(self) -> "FieldPictures":
         """Return a drawer for this rank alone: itself, because its field is not sharded."""
         return self
+
+    def view_of(self, request: RenderRequest) -> View:
+        """See `Pictures.view_of`."""
+        assert request.camera is not None
+        camera = request.camera.to(self._model.device)
+        return view_from_camera(camera, camera.camera_to_worlds.reshape(-1, 3, 4)[0], -1)
+
+    def surface(self, request: RenderRequest, roots: Sequence[int], *, median: bool) -> Pixels | None:
+        """See `Pictures.surface`. Colours include the background; depths along rays become those of splats."""
+        outputs, view = self.draw(request, roots), self.view_of(request)
+        if outputs is None:
+            return None
+        columns, rows = (torch.arange(size, device=view.K.device) + 0.5 for size in (view.width, view.height))
+        length = pixel_rays(view.K, columns, rows).norm(dim=2, keepdim=True)
+        alpha, depth = outputs["accumulation"], outputs["depth" if median else "expected_depth"] / length
+        return Pixels(Patch.whole(0, view), outputs["rgb"] * alpha, alpha, depth)
 
     @torch.no_grad()
     def draw(self, request: RenderRequest, roots: Sequence[int]) -> Outputs | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ns_multigpu.core.assign.placement import even_bounds
 from ns_multigpu.core.dist.collectives import broadcast_object
+from ns_multigpu.plugin.capture.tracks import training_tracks
 from ns_multigpu.plugin.checkpoint.verify import SHARDS
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.radiance.data.datamanager import RadianceDataManager, RadianceDataManagerConfig
@@ -80,6 +81,8 @@ class RadiancePipeline(RunPipeline):
         """See `RunPipeline.complete`."""
         begun = self._begun
         if self.trains:
+            if self.config.model.depth_loss > 0:
+                self.datamanager.observe(training_tracks(self.datamanager, self.world))
             self.place(self.new_cells() if begun is None else self._checked(begun), begun)
         self.renders = RenderService(self.model, FieldPictures(self.model), self.world)
 

@@ -121,6 +121,7 @@ def step_of(world: World, cells: int, options: dict[str, Any]) -> dict[str, Any]
         "rgb": outputs["rgb"].detach().cpu(), "rgb_loss": losses["rgb_loss"].detach().cpu(),
         "distortion": losses["distortion_loss"].detach().cpu(), "gradients": gradients, "pixels": pixels,
         "interlevel": losses.get("interlevel_loss", torch.zeros(())).detach().cpu(),
+        "depth": losses.get("depth_loss", torch.zeros(())).detach().cpu(),
         "outside": float(ours.figures.outside), "samples": ours.figures.samples,
     }  # fmt: skip
 
@@ -129,7 +130,7 @@ def compare(one: dict[str, Any], found: list[dict[str, Any]], exact: bool) -> No
     near: dict[str, float] = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-5}
     seen = set[str]()
     for outcome in found:
-        for name in ("rgb", "rgb_loss", "distortion"):
+        for name in ("rgb", "rgb_loss", "distortion", "depth"):
             torch.testing.assert_close(outcome[name], one[name], **near, msg=name)
         for name, value in outcome["pixels"].items():
             torch.testing.assert_close(value, one["pixels"][name], **near, msg=name)
@@ -179,6 +180,8 @@ def test_background_behind_cells(cells: int, options: dict[str, Any], background
         (4, 3, {"samples_per": "segment"}),
         (4, 3, {"background_color": "sky"}),
         (4, 3, {"proposals": "shared", "background_color": "last_sample"}),
+        (4, 3, {"depth_loss": 0.3}),
+        (3, 2, {"spread": "ddp", "depth_loss": 0.3}),
         (4, 2, {"density": "cell"}),
         (3, 2, {"density": "cell", "sampling": "occupancy"}),
         (3, 2, {"sampling": "occupancy"}),
@@ -193,6 +196,7 @@ def test_any_number_of_ranks_is_one(cells: int, ranks: int, options: dict[str, A
     groups |= {"proposal_networks"} if "proposals" in options else set()
     assert {name.split(".")[0] for name in one["gradients"]} == groups
     assert (one["outside"] > 0) == ("disable_scene_contraction" in options), "some rays miss a box"
+    assert (one["depth"] > 0) == ("depth_loss" in options)
     found = run_ranks(step_of, ranks, cells, options)
     compare(one, found, exact=True)
 

@@ -74,10 +74,7 @@ def test_train_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     common = ("--load-config", str(run / "config.yml"), "--device-type", "cpu")
     cli.main(["eval", *common, "--output-path", str(ours)])
     assert json.loads(ours.read_text())["results"]["psnr"] == pytest.approx(results["psnr"], abs=1e-3)
-    for words, error in (
-        (("eval", "--num-devices", "4"), "has 3 cells, and each device wants one at least. Use 3 devices or fewer"),
-        (("export-mesh",), "Use ns-export tsdf"),
-    ):
-        with pytest.raises(SystemExit):
-            cli.main([words[0], *common, *words[1:]])
-        assert error in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["eval", *common, "--num-devices", "4"])
+    said = capsys.readouterr().err
+    assert "has 3 cells, and each device wants one at least. Use 3 devices or fewer" in said

@@ -31,8 +31,19 @@ from ns_multigpu.radiance.exchange import sum_gradients
 from ns_multigpu.radiance.slots import Slots
 from tests.lib.radiance_scene import model, moved_cameras, rays, truth
 from tests.lib.ranks import run_ranks
+from tests.lib.reconstruction import add_model
 from tests.lib.recorded import RecordedPool
+from tests.lib.training_run import write_capture
 from tests.plugin.radiance.run.test_radiance_run import configured
+
+
+@pytest.fixture(scope="module")
+def observed_capture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a small capture with COLMAP's points."""
+    folder = tmp_path_factory.mktemp("observed") / "tiny"
+    write_capture(folder, wide=False)
+    add_model(folder)
+    return folder
 
 
 def _step(world: World, cells: int, step: int, fixed: bool, options: dict[str, Any]) -> dict[str, Any]:
@@ -72,6 +83,7 @@ def _step(world: World, cells: int, step: int, fixed: bool, options: dict[str, A
         (4, 3, {"samples_per": "segment"}),
         (2, 3, {"background_color": "sky"}),
         (2, 3, {"background_color": "mean"}),
+        (3, 3, {"depth_loss": 0.3}),
         (3, 3, {"proposals": "shared", "background_color": "last_sample"}),
         (3, 3, {"proposals": "shared", "density": "cell"}),
         (3, 700, {"proposals": "shared", "proposal_warmup": 5, "use_single_jitter": False}),
@@ -181,24 +193,25 @@ def _fast(trainer: DistributedTrainer, **options: Any) -> FastSteps:
 
 
 @pytest.mark.parametrize(
-    ("background", "samples_per"),
+    "options",
     [
-        ("last_sample", "segment"),
-        ("random", "segment"),
-        ("white", "segment"),
-        ("auto", "segment"),
-        ("sky", "ray"),
-        ("last_sample", "ray"),
+        {"background_color": "last_sample", "samples_per": "segment"},
+        {"background_color": "random", "samples_per": "segment"},
+        {"background_color": "white", "samples_per": "segment"},
+        {"background_color": "auto", "samples_per": "segment"},
+        {"background_color": "sky", "samples_per": "ray"},
+        {"background_color": "last_sample", "samples_per": "ray"},
+        {"depth_loss": 0.3},
     ],
 )
 def test_a_step_waits_for_nothing_and_launches_the_same(
-    capture: Path, tmp_path: Path, background: str, samples_per: str, monkeypatch: pytest.MonkeyPatch
+    observed_capture: Path, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As on a GPU.
     monkeypatch.setattr(fast_steps, "finite_flags", lambda tensors: list(torch._foreach_norm(list(tensors), torch.inf)))
     # It writes numbers into a tensor, which takes a tensor of the host on CPUs alone.
     monkeypatch.setattr(SHEncoding, "pytorch_fwd", _as_a_kernel(SHEncoding.pytorch_fwd))
-    with _trainer(capture, tmp_path, background_color=background, samples_per=samples_per) as trainer:
+    with _trainer(observed_capture, tmp_path, **options) as trainer:
         make_capturable(trainer.optimizers.optimizers)
         fast = _fast(trainer, skips=True)
         given: list[list[str]] = []
@@ -299,9 +312,9 @@ def _train_recorded(world: World, *args: Any, **options: Any) -> list[dict[str, 
         return _train_variants(world, *args, recorded=True, **options)
 
 
-@pytest.mark.parametrize("options", [{"samples_per": "ray"}, {"density": "cell"}])
-def test_recorded_steps_are_the_steps(capture: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    for ends in run_ranks(partial(_train_recorded, **options), 2, capture, tmp_path):
+@pytest.mark.parametrize("options", [{"samples_per": "ray"}, {"density": "cell"}, {"depth_loss": 0.3}])
+def test_recorded_steps_are_the_steps(observed_capture: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    for ends in run_ranks(partial(_train_recorded, **options), 2, observed_capture, tmp_path):
         _compare(ends)
 
 
@@ -338,10 +351,14 @@ def test_fed_steps_are_the_steps(capture: Path, tmp_path: Path) -> None:
         (2, {"samples_per": "segment"}),
         (2, {"samples_per": "ray"}),
         (2, {"density": "cell"}),
+        (1, {"depth_loss": 0.3}),
+        (2, {"depth_loss": 0.3}),
     ],
 )
-def test_captured_steps_are_the_steps(capture: Path, tmp_path: Path, ranks: int, options: dict[str, Any]) -> None:
-    for ends in run_ranks(partial(_train_variants, **options), ranks, capture, tmp_path, device="cuda"):
+def test_captured_steps_are_the_steps(
+    observed_capture: Path, tmp_path: Path, ranks: int, options: dict[str, Any]
+) -> None:
+    for ends in run_ranks(partial(_train_variants, **options), ranks, observed_capture, tmp_path, device="cuda"):
         _compare(ends)
 
 

@@ -1,17 +1,24 @@
 """`ns-multigpu eval` and `render` of a radiance field: several workers, each with its cells, write what one writes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from nerfstudio.cameras.cameras import Cameras, CameraType
+from nerfstudio.field_components.field_heads import FieldHeadNames
 from PIL import Image
+from scipy.spatial import KDTree
 
 from ns_multigpu.core.dist.world import World
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.launch.process_world import set_world
+from ns_multigpu.plugin.radiance.run.pictures import FieldPictures
+from ns_multigpu.plugin.render.service import RenderRequest
 from ns_multigpu.plugin.run.config import read_config
 from ns_multigpu.plugin.tools import rendering
 from ns_multigpu.plugin.tools.frames import Look
@@ -100,6 +107,91 @@ def test_several_write_what_one_writes(run: Path, tmp_path: Path) -> None:
         assert pixels[:, :25].std() > 5
 
 
+# ---- a mesh ----
+
+MIDDLE, RADIUS, VOXEL = np.array([0, 0, -0.25], np.float32), 0.2, 0.02
+
+
+def _ball(cell: Any) -> None:
+    """Make a cell's field an opaque ball: red above, blue below."""
+
+    def density(positions: Any, times: Any = None) -> torch.Tensor:
+        del times
+        return 1000.0 * ((positions - torch.from_numpy(MIDDLE)).norm(dim=-1, keepdim=True) < RADIUS)
+
+    def together(several: Any) -> list[Any]:
+        places = [one.frustums.get_positions() for one in several]
+        up = [(place[..., 2:] > float(MIDDLE[2])).float() for place in places]
+        colours = [torch.cat([high, torch.zeros_like(high), 1 - high], -1) for high in up]
+        return [
+            {FieldHeadNames.DENSITY: density(place), FieldHeadNames.RGB: colour}
+            for place, colour in zip(places, colours, strict=True)
+        ]
+
+    cell.field.together = together
+    for network in cell.proposal_networks:
+        network.density_fn = density
+
+
+def _mesh(world: World, run: Path, work: Meshing, lens: bool = False) -> None:
+    set_world(world)
+    (checkpoint,) = (run.parent / "nerfstudio_models").glob("*.ckpt")
+    config = read_config(run)
+    pipeline: Any = load_model(config, checkpoint, world, work.test_mode)
+    for cell in pipeline.model.cells.values():
+        _ball(cell)
+    if lens:
+        pipeline.datamanager.train_dataset.cameras.camera_type.fill_(CameraType.FISHEYE.value)
+    work.run(config, checkpoint, pipeline)
+    set_world(None)
+
+
+def _vertices(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return vertices seen from the ball's middle, and their colours."""
+    mesh = pytest.importorskip("open3d").io.read_triangle_mesh(str(path))
+    return np.asarray(mesh.vertices) - MIDDLE, np.asarray(mesh.vertex_colors)
+
+
+def test_the_mesh_of_a_ball_is_its_surface(tmp_path: Path) -> None:
+    """Of two cells, by either depth, on one rank and on two; through pinhole cameras, whatever the lens was."""
+    pytest.importorskip("open3d")
+    samples = {"num_proposal_samples_per_ray": (128, 64), "num_nerf_samples_per_ray": 32}
+    run = write_run(tmp_path, cells=2, **samples)
+    work = Meshing(tmp_path / "median.ply", max_depth=3.0, voxel=VOXEL, downscale=0.25)
+    _mesh(World.single(), run, work)
+    _mesh(World.single(), run, replace(work, output=tmp_path / "expected.ply", depth="expected"), lens=True)
+    run_ranks(_mesh, 2, run, replace(work, output=tmp_path / "ranks.ply"))
+    meshes = {name: _vertices(tmp_path / f"{name}.ply") for name in ("median", "expected", "ranks")}
+    for vertices, colours in meshes.values():
+        off = np.abs(np.linalg.norm(vertices, axis=1) - RADIUS)
+        assert len(vertices) > 500 and off.mean() < VOXEL / 2 and off.max() < 1.5 * VOXEL
+        assert vertices[:, 0].min() < -0.9 * RADIUS and vertices[:, 0].max() > 0.9 * RADIUS
+        north, south = (colours[some].mean(0) for some in (vertices[:, 2] > 0.05, vertices[:, 2] < -0.05))
+        assert north[0] > 0.95 > 0.05 > north[2] and south[2] > 0.95 > 0.05 > south[0]
+    off, _ = KDTree(meshes["ranks"][0]).query(meshes["median"][0])
+    assert len(meshes["ranks"][0]) == len(off) and off.max() < 1e-4
+
+
+def test_meshes_are_of_depths_along_the_axes_of_pinhole_cameras(tmp_path: Path) -> None:
+    """Fields render distances along rays, also through lenses."""
+    eye = torch.eye(4)[None, :3]
+    lens = Cameras(eye, 20.0, 25.0, 9.0, 8.0, 20, 16, torch.full((1, 6), 0.1), CameraType.FISHEYE)
+    (camera,) = [Meshing(tmp_path / "a.ply")._request(lens).camera]
+    assert camera is not None and camera.distortion_params is None
+    assert int(camera.camera_type.item()) == CameraType.PERSPECTIVE.value
+    far = torch.rand(16, 20, 1, generator=torch.Generator().manual_seed(2)) + 1
+    outputs = {"rgb": far.expand(16, 20, 3), "accumulation": far / 2, "depth": far, "expected_depth": 3 * far}
+    pictures = FieldPictures(SimpleNamespace(device="cpu"))
+    pictures.draw = lambda *_: outputs  # type: ignore[method-assign]
+    cosines = -camera.generate_rays(0).directions[..., 2:]
+    assert float(cosines.min()) < 0.9
+    for median, times in ((True, 1), (False, 3)):
+        pixels = pictures.surface(RenderRequest.of(camera), (0,), median=median)
+        assert pixels is not None and pixels.depth is not None
+        torch.testing.assert_close(pixels.depth, times * far * cosines)
+        torch.testing.assert_close(pixels.color / pixels.alpha, outputs["rgb"])
+
+
 def test_unsupported_requests_are_reported(run: Path, tmp_path: Path) -> None:
     def refused(work: Any, devices: int = 1) -> str:
         with pytest.raises(InputError) as caught:
@@ -109,7 +201,6 @@ def test_unsupported_requests_are_reported(run: Path, tmp_path: Path) -> None:
     try:
         evaluation = Evaluation(tmp_path / "a.json")
         assert f"--num-devices 4: {run.parent}" in (said := refused(evaluation, 4)) and "Use 3 devices or fewer" in said
-        assert "nerfacto-xl, which has no Gaussians to make a mesh of" in refused(Meshing(tmp_path / "a.ply"))
         for name in ("rank", "background", "normals"):
             work = FilmRendering(Spiral(0.2, 10), tmp_path / "a", Look((name,)))
             assert f"--rendered-output-names {name}: there is no such output" in refused(work)
