@@ -354,7 +354,7 @@ class SeparateTrainerConfig(RadianceTrainerConfig):
                 f"--pipeline.model.background-color {model.background_color}: that is of cells that are trained "
                 "together, and each field is trained alone. Give another background."
             )
-        if model.depth_loss > 0:
+        if model.depth_loss != 0:
             raise InputError(f"--pipeline.model.depth-loss {model.depth_loss}: the baselines have none. Leave it out.")
         if isinstance(model, MegaModelConfig) and model.disable_scene_contraction:
             raise InputError(
@@ -369,6 +369,7 @@ def _method(name: str, kind: type[SeparateModelConfig]) -> SeparateTrainerConfig
     options = {one.name: getattr(usual.pipeline.model, one.name) for one in dataclasses.fields(usual.pipeline.model)}
     for own in ("_target", "background_color"):
         del options[own]
+    options["depth_loss"] = 0.0
     recipe = {one.name: getattr(usual, one.name) for one in dataclasses.fields(usual)}
     pipeline = SeparatePipelineConfig(datamanager=usual.pipeline.datamanager, model=kind(**options))
     return SeparateTrainerConfig(**{**recipe, "method_name": name, "pipeline": pipeline, "fused_steps": "never"})

@@ -87,17 +87,18 @@ class NerfactoXLModelConfig(NerfactoModelConfig):
     background_color: Literal["auto", "mean", "random", "last_sample", "sky", "black", "white"] = "auto"
     """Background behind transparent rays. auto: mean (the ray's own mean colour) with several cells of xl, else
     last_sample, as in nerfacto. random: in training. sky: a colour for each direction, which all cells share."""
-    depth_loss: float = 0.0
+    depth_loss: float | Literal["auto"] = "auto"
     """Weight of the loss by which rays' expected depth agrees with COLMAP's points where a view observes them: of
     disparities, in units of the scene; 0 for none. One ray in eight is then drawn at such a point. It needs COLMAP's
-    tracks."""
+    tracks. auto: 0.01 if the capture has them."""
     implementation: tyro.conf.Suppress[Literal["torch"]] = "torch"
     """Networks run in torch, and hash grids in an operator of ours: CUDA graphs need it, cells begin differently."""
     predict_normals: tyro.conf.Suppress[bool] = False  # not supported
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Load a config.yml; cells of one that is older than the option have density networks of their own."""
-        vars(self).update({"density": "cell"} | state)
+        """Load a config.yml; where it is older than options, cells have density networks of their own, and no depths
+        are learned."""
+        vars(self).update({"density": "cell", "depth_loss": 0.0} | state)
 
 
 class NerfactoXLModel(NerfactoModel):
@@ -121,6 +122,8 @@ class NerfactoXLModel(NerfactoModel):
         self.way: type[Joint] = SPREADS[config.spread]
         shares = config.density == "shared" and config.spread == "xl"
         self.shared: nn.Module = Head(config, self.num_train_data, self.seed, density=shares)
+        self.depth_weight = 0.0 if config.depth_loss == "auto" else config.depth_loss
+        """Weight of the depth loss; `RadiancePipeline` sets that of "auto"."""
         self.sky = Sky(self.seed) if config.background_color == "sky" else None
         self.camera_optimizer = config.camera_optimizer.setup(num_cameras=self.num_train_data, device="cpu")
         self.cells = nn.ModuleDict()
@@ -379,8 +382,8 @@ class NerfactoXLModel(NerfactoModel):
             if "interlevel" in outputs:
                 losses["interlevel_loss"] = self.config.interlevel_loss_mult * outputs["interlevel"]
             losses["distortion_loss"] = self.config.distortion_loss_mult * outputs["distortion"].mean()
-            if self.config.depth_loss > 0:
-                losses["depth_loss"] = self.config.depth_loss * depth_loss(outputs, batch)
+            if self.depth_weight > 0:
+                losses["depth_loss"] = self.depth_weight * depth_loss(outputs, batch)
             if self.world.is_main:
                 self.camera_optimizer.get_loss_dict(losses)
         return losses

@@ -43,13 +43,13 @@ class RadianceTrainerConfig(RunConfig):
         model: Any = self.pipeline.model
         if model.cells < 0:
             raise InputError(f"--pipeline.model.cells {model.cells}: give how many cells, or 0 for one a GPU.")
-        if not 0 <= model.depth_loss < math.inf:
-            raise InputError(f"{OPTION} {model.depth_loss}: give a weight of 0 or more.")
+        if model.depth_loss != "auto" and not 0 <= model.depth_loss < math.inf:
+            raise InputError(f"{OPTION} {model.depth_loss}: give a weight of 0 or more, or auto.")
 
     def needs_tracks(self) -> bool:
         """See `RunConfig.needs_tracks`."""
         model: Any = self.pipeline.model
-        return model.depth_loss > 0
+        return model.depth_loss not in ("auto", 0)
 
     def prepare(self) -> None:
         """Build the GPU operators once, visibly, before several workers need them; a CPU needs none."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ns_multigpu.core.assign.placement import even_bounds
 from ns_multigpu.core.dist.collectives import broadcast_object
-from ns_multigpu.plugin.capture.tracks import training_tracks
+from ns_multigpu.plugin.capture.tracks import OPTION, training_tracks
 from ns_multigpu.plugin.checkpoint.verify import SHARDS
 from ns_multigpu.plugin.faults.errors import InputError
 from ns_multigpu.plugin.radiance.data.datamanager import RadianceDataManager, RadianceDataManagerConfig
@@ -26,6 +26,9 @@ from ns_multigpu.plugin.render.partition_picture import PictureContent as Pictur
 from ns_multigpu.plugin.render.service import RenderService
 from ns_multigpu.plugin.run.pipeline import RunPipeline, RunPipelineConfig
 from ns_multigpu.radiance.partition import Partition, few_views, partition
+
+_DEPTH_WEIGHT = 0.01
+"""Weight of the depth loss that "auto" gives: gsplat's."""
 
 
 @dataclass
@@ -81,10 +84,27 @@ class RadiancePipeline(RunPipeline):
         """See `RunPipeline.complete`."""
         begun = self._begun
         if self.trains:
-            if self.config.model.depth_loss > 0:
-                self.datamanager.observe(training_tracks(self.datamanager, self.world))
+            self._observe()
             self.place(self.new_cells() if begun is None else self._checked(begun), begun)
         self.renders = RenderService(self.model, FieldPictures(self.model), self.world)
+
+    def _observe(self) -> None:
+        """Draw a share of the rays at COLMAP's points, if their depths are learned.
+
+        Raises:
+            InputError: the capture has none, or cameras that they cannot be projected into, and a weight was given.
+        """
+        asked = self.config.model.depth_loss
+        if asked == 0:
+            return
+        try:
+            self.datamanager.observe(training_tracks(self.datamanager, self.world))
+        except InputError:
+            if asked != "auto":
+                raise
+            CONSOLE.print(f"Depth loss: none ({OPTION} auto): the capture has no usable tracks of COLMAP's points.")
+        else:
+            self.model.depth_weight = _DEPTH_WEIGHT if asked == "auto" else asked
 
     @property
     def images_per_step(self) -> float:
