@@ -102,7 +102,7 @@ class RadiancePipeline(RunPipeline):
         except InputError:
             if asked != "auto":
                 raise
-            CONSOLE.print(f"Depth loss: none ({OPTION} auto): the capture has no usable tracks of COLMAP's points.")
+            CONSOLE.print(f"Depth loss: none. COLMAP's points cannot be used here; {OPTION} 0.01 names the reason.")
         else:
             self.model.depth_weight = _DEPTH_WEIGHT if asked == "auto" else asked
 

@@ -378,6 +378,17 @@ def test_steps_without_fixed_shapes_are_reported(
         assert "taken as they come: --fused-steps never" in capsys.readouterr().out
 
 
+def test_products_of_networks_are_tf32_on_gpus(capture: Path, tmp_path: Path) -> None:
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, False
+    try:
+        with _trainer(capture, tmp_path) as trainer:
+            trainer.objective.begin(0)
+        assert matmul.allow_tf32
+    finally:
+        matmul.allow_tf32 = before
+
+
 @pytest.mark.parametrize("number", [1.0, float("nan"), float("inf")])
 def test_a_step_with_a_gradient_that_is_not_finite_is_left_out(number: float) -> None:
     param = torch.nn.Parameter(torch.ones(3))
