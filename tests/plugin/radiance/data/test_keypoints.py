@@ -144,16 +144,17 @@ def test_a_capture_without_colmaps_points_is_refused(tmp_path: Path) -> None:
     assert config.pipeline.model.__setstate__({}) is None and config.pipeline.model.depth_loss == 0  # of an older run
 
 
-@pytest.mark.parametrize("has_model", [False, True])
+@pytest.mark.parametrize(("has_model", "options"), [(False, {}), (True, {}), (True, {"depth_loss": 0.0})])
 def test_depths_are_learned_by_default_where_a_capture_has_points(
-    tmp_path: Path, has_model: bool, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, has_model: bool, options: dict[str, float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tests.plugin.radiance.run.test_radiance_run import configured, trained
 
     capture = write_capture(tmp_path / "capture")
     if has_model:
         add_model(capture)
-    pipeline = trained(World.single(), configured(capture, tmp_path / "run")).pipeline
-    assert pipeline.model.depth_weight == (0.01 if has_model else 0)
-    assert ("scales" in pipeline.datamanager.next_train(0)[1]) == has_model
-    assert ("Depth loss: none" in capsys.readouterr().out) != has_model
+    pipeline = trained(World.single(), configured(capture, tmp_path / "run", **options)).pipeline
+    learned = has_model and not options
+    assert pipeline.model.depth_weight == (0.01 if learned else 0)
+    assert ("scales" in pipeline.datamanager.next_train(0)[1]) == learned
+    assert ("Depth loss: none" in capsys.readouterr().out) == (not has_model)
