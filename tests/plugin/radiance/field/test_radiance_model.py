@@ -267,6 +267,7 @@ def test_grids_skip_empty_space() -> None:
                 param.zero_()
     seen: list[tuple[int, dict[str, torch.Tensor]]] = []
     ours.sampling.end_step({0: cell})  # too early: densities are those of the start
+    assert bool((cell.occupancy == 1).all())
     for _ in range(2):
         ours.eval()
         with torch.no_grad():
