@@ -36,6 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.lib.report import write_report
+from ns_multigpu.plugin.capture.colmap import look_at
 
 EVALUATIONS = "courses.json"
 """The file, in a way's folder, with what has been evaluated so far."""
@@ -172,6 +173,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("dataparser", nargs="+", help="after --: the dataparser and its options")
     options = parser.parse_args()
+    if options.truth and (problems := look_at(options.truth / "sparse" / "0").problems):
+        parser.error(f"--truth: {problems[0]}")
     folder, rows, console = Path(mkdtemp(prefix="radiance-")), list[dict[str, Any]](), Console(soft_wrap=True)
     for way in options.ways:
         words = command(way, options, folder)  # a wrong name is found at once

@@ -131,3 +131,12 @@ def test_runs_share_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert {row["way"] for row in radiance.in_turn(given, tmp_path) if "failed" not in row} == {"xl-1", "xl-2"}
     assert {name.name[-1] for name in (tmp_path / "met").iterdir()} == {"3", "5"}
     assert not list(radiance.in_turn(options(deadline=1.0), tmp_path / "late"))
+
+
+def test_true_poses_that_are_not_there_are_named_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["radiance", "--truth", "nowhere", "--", "colmap"])
+    with pytest.raises(SystemExit):
+        radiance.main()
+    assert "--truth: nowhere/sparse/0: there is no cameras.bin" in capsys.readouterr().err

@@ -15,7 +15,7 @@ constexpr int kAcross = 32, kDown = 64;  // pixels of a tile, at most
 constexpr int kRows = 16;                // of a tile, at once: each is a group's of kMap threads
 constexpr int kSums = kMap * kRows;      // threads that sum
 constexpr int kLevels = 8;               // that a thread sums
-constexpr int kMostLevels = 64;
+constexpr int kMostLevels = 64;          // MOST_LEVELS of cuda_ext/ops/loss/bilateral_map.py
 constexpr int kMoments = 4;              // 1, x, y, x * y
 constexpr float kRed = 0.299f, kGreen = 0.587f, kBlue = 0.114f;  // of gray
 
@@ -303,6 +303,7 @@ Tiles tiles_down(const BilateralGrid& grid, const MappedColors& colors) {
 
 cudaError_t bilateral_map_launch(const BilateralGrid& grid, const MappedColors& colors, float* out, cudaStream_t stream) {
   if (colors.width * colors.height == 0) return cudaSuccess;
+  if (grid.levels > kMostLevels) return cudaErrorInvalidValue;
   const Tiles x = tiles_across(grid, colors), y = tiles_down(grid, colors);
   const int blocks = x.count() * y.count();
   map_kernel<<<blocks, kThreads, 0, stream>>>(grid, colors, x, y, out);
@@ -312,6 +313,7 @@ cudaError_t bilateral_map_launch(const BilateralGrid& grid, const MappedColors& 
 cudaError_t bilateral_map_backward_launch(const BilateralGrid& grid, const MappedColors& colors, const float* v_out,
                                           float* v_grid, float* v_rgb, cudaStream_t stream) {
   if (colors.width * colors.height == 0) return cudaSuccess;
+  if (grid.levels > kMostLevels) return cudaErrorInvalidValue;
   const Tiles x = tiles_across(grid, colors), y = tiles_down(grid, colors);
   const int groups = (grid.levels + kLevels - 1) / kLevels, blocks = x.count() * y.count() * groups;
   backward_kernel<<<blocks, kSums, 0, stream>>>(grid, colors, v_out, x, y, groups, v_grid, v_rgb);
